@@ -4,7 +4,7 @@ A tile of t tokens, each of which goes to k of E experts, has n = t k slots. `so
 by expert, and `ends` (E,) are the places behind each expert's last: expert e has the segment
 ends[e-1]:ends[e], which may be empty, and e(i) is the expert of place i.
 
-    grouped_mm      y[i] = x[rows[i]] weight[e(i)]^T           forward, and the input's gradient
+    grouped_mm      y[i] = x[rows[i]] weight[e(i)]^T (+ bias[e(i)])    forward, the input's gradient
     grouped_outer_  acc[e] (+)= sum_i a[rows_a[i]]^T b[rows_b[i]], i in e's segment    the weight's
     combine         out[t] = onto[t] + scale sum_j weights[t, j] z[places[t, j]]
     slot_dots       d[i] = <a[i], b[i]>                        the gradient of routing weights
@@ -91,10 +91,14 @@ def grouped_mm_reference(
     weight: Tensor,  # (E, O, K)
     ends: Tensor,  # (E,)
     rows: Tensor | None = None,  # (n,)
+    bias: Tensor | None = None,  # (E, O)
 ) -> Tensor:  # (n, O)
-    """The product of each segment in plain torch, rounded once; differentiable in x and weight."""
+    """The product of each segment in plain torch, rounded once; differentiable in x, weight and
+    bias."""
     segments = _gathered(x, rows).tensor_split(ends.tolist()[:-1])
-    products = (_wide(s) @ _wide(w).t() for s, w in zip(segments, weight.unbind(), strict=True))
+    products = [_wide(s) @ _wide(w).t() for s, w in zip(segments, weight.unbind(), strict=True)]
+    if bias is not None:
+        products = [y + _wide(b) for y, b in zip(products, bias.unbind(), strict=True)]
     return torch.cat([y.to(x.dtype) for y in products])
 
 
@@ -163,6 +167,7 @@ def _grouped(number, tiles_m, tiles_n, GROUP: tl.constexpr):
 def _mm_tile(
     x_ptr,
     weight_ptr,  # (width, K), the expert's
+    bias_ptr,  # (width,), the expert's
     rows_ptr,
     out_ptr,
     first,
@@ -174,6 +179,7 @@ def _mm_tile(
     stride_weight,
     stride_out,
     HAS_ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BY_INPUTS: tl.constexpr,
     EVEN_WIDTH: tl.constexpr,
     EVEN_INPUTS: tl.constexpr,
@@ -214,6 +220,8 @@ def _mm_tile(
             weight_ptrs += DEPTH
         else:
             weight_ptrs += DEPTH * stride_weight
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     out_ptrs = out_ptr + place.to(tl.int64)[:, None] * stride_out + column[None, :]
     mask = place[:, None] < end
     if not EVEN_WIDTH:
@@ -225,6 +233,7 @@ def _mm_tile(
 def _mm_kernel(
     x_ptr,  # (m, K), rows at a stride
     weight_ptr,  # (E, width, K)
+    bias_ptr,  # (E, width)
     ends_ptr,  # (E,) int32
     rows_ptr,  # (n,) int32
     out_ptr,  # (n, width), rows at a stride
@@ -236,6 +245,7 @@ def _mm_kernel(
     stride_weight,
     stride_out,
     HAS_ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BY_INPUTS: tl.constexpr,
     EVEN_WIDTH: tl.constexpr,
     EVEN_INPUTS: tl.constexpr,
@@ -265,17 +275,18 @@ def _mm_kernel(
 
     first = start + m * ROWS
     weight_ptr += expert.to(tl.int64) * stride_expert
+    bias_ptr += expert * width
     if HALVES:
         if end - first <= ROWS // 2:
             _mm_tile(
-                *(x_ptr, weight_ptr, rows_ptr, out_ptr, first, end, n, width, K),
-                *(stride_x, stride_weight, stride_out, HAS_ROWS, BY_INPUTS),
+                *(x_ptr, weight_ptr, bias_ptr, rows_ptr, out_ptr, first, end, n, width, K),
+                *(stride_x, stride_weight, stride_out, HAS_ROWS, HAS_BIAS, BY_INPUTS),
                 *(EVEN_WIDTH, EVEN_INPUTS, ROWS // 2, BLOCK, DEPTH, STAGES),
             )
             return
     _mm_tile(
-        *(x_ptr, weight_ptr, rows_ptr, out_ptr, first, end, n, width, K),
-        *(stride_x, stride_weight, stride_out, HAS_ROWS, BY_INPUTS),
+        *(x_ptr, weight_ptr, bias_ptr, rows_ptr, out_ptr, first, end, n, width, K),
+        *(stride_x, stride_weight, stride_out, HAS_ROWS, HAS_BIAS, BY_INPUTS),
         *(EVEN_WIDTH, EVEN_INPUTS, ROWS, BLOCK, DEPTH, STAGES),
     )
 
@@ -434,10 +445,12 @@ def grouped_mm(
     ends: Tensor,  # (E,) int32
     *,
     rows: Tensor | None = None,  # (n,) int32; None: row i of x for place i, and n = m
+    bias: Tensor | None = None,  # (E, O); None: zeros
     out: Tensor | None = None,  # (n, O), rows at any stride, written
     config: TileConfig | None = None,
 ) -> Tensor:  # (n, O)
-    """y[i] = x[rows[i]] weight[e(i)]^T for every place i, in x's dtype. Not differentiable.
+    """y[i] = x[rows[i]] weight[e(i)]^T + bias[e(i)] for every place i, in x's dtype. Not
+    differentiable.
 
     bf16, fp16 or fp32, x and weight of one dtype; fp32 is multiplied as fp32 and not as TF32. The
     input's gradient is the same product with `weight.transpose(1, 2)`. ends[E-1] must be n: ends
@@ -455,9 +468,13 @@ def grouped_mm(
     if weight.dtype != x.dtype or out.dtype != x.dtype:
         names = f"{x.dtype}, {weight.dtype} and {out.dtype}"
         raise ValueError(f"x, weight and out must have one dtype, got {names}")
-    if not runs_kernel(x, weight, ends, rows, out):
-        return out.copy_(grouped_mm_reference(x, weight, ends, rows))
+    if bias is not None:
+        check_shape("bias", bias, (experts, width))
+    if not runs_kernel(x, weight, ends, rows, bias, out):
+        return out.copy_(grouped_mm_reference(x, weight, ends, rows, bias))
     check_float("x", x)
+    if bias is not None:
+        check_float("bias", bias)
     check_rows("x", x)
     check_rows("out", out)
     by_inputs = weight.stride(2) == 1
@@ -472,10 +489,12 @@ def grouped_mm(
     if n:
         with on_device(x):
             _mm_kernel[(programs,)](
-                *(x, weight, ends, ends if rows is None else rows, out),
+                *(x, weight, x if bias is None else bias.contiguous()),
+                *(ends, ends if rows is None else rows, out),
                 *(experts, width, inputs, x.stride(0), weight.stride(0)),
                 *(weight.stride(1 if by_inputs else 2), out.stride(0)),
                 HAS_ROWS=rows is not None,
+                HAS_BIAS=bias is not None,
                 BY_INPUTS=by_inputs,
                 EVEN_WIDTH=width % config.block == 0,
                 EVEN_INPUTS=inputs % config.depth == 0,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, GptOssConfig, PretrainedConfig
 
 WINDOW = 23
 """Shorter than most documents of the tests, and no multiple of anything."""
@@ -36,6 +36,20 @@ _TWO_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
 }
 _SCALED = dict(original_max_position_embeddings=16, llama_4_scaling_beta=0.7)
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+_CLAMPED = (
+    {"swiglu_alpha": 2.0, "swiglu_limit": 0.8} if hasattr(GptOssConfig(), "swiglu_limit") else {}
+)
+"""Before transformers 5.18 these numbers are its own, 1.702 and 7."""
 
 _LOOP = dict(experts_implementation="eager")
 """Experts in a loop: transformers' grouped matmuls take no fp64."""
@@ -150,6 +164,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             num_experts=6, num_experts_per_tok=3, norm_topk_prob=False, eos_token_id=None, **_LOOP
         ),
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        dict(head_dim=32, num_local_experts=6, num_experts_per_tok=3, sliding_window=WINDOW)
+        | dict(rope_parameters=_YARN, layer_types=_SOME, attn_implementation="eager")
+        | _CLAMPED
+        | _LOOP,
+    ),
     "phi3": ("phi3", {}),
     "phi3-windows": ("phi3", dict(sliding_window=WINDOW)),
     "phi3-longrope": (
@@ -159,7 +180,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe"]
+EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", "ernie4_5_moe"]
 """Those whose tokens go to experts. In 16 bits some choices flip: tests/model/test_experts.py has
 the same choices on all sides. PEFT's word for all maps adapts routers, too."""
 FIRST_OF_EACH = [*{kind: name for name, (kind, _) in reversed(FAMILIES.items())}.values()]

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from longctx.attention.documents import Documents
+from longctx.attention.sinks import Sinks
 from longctx.kernels.annotate import annotate
 
 
@@ -95,11 +96,15 @@ class Attention(ABC):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        sinks: Sinks | None = None,
     ) -> Iterator[None]:
-        """Runs `forward` as an iterator. It starts at the first advance and pauses while it
-        exchanges tensors with other ranks; o and lse are written when it ends."""
+        """Runs `forward` as an iterator, and adds the sinks of these heads to its result, if they
+        have some. It starts at the first advance and pauses while it exchanges tensors with other
+        ranks; o and lse are written when it ends."""
         with annotate("attention"):
             self.forward(qkv, documents, scale, o, lse, window)
+            if sinks is not None:
+                sinks.add_(o, lse)
         yield from ()
 
     def backward_in_turns(
@@ -111,11 +116,15 @@ class Attention(ABC):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        sinks: Sinks | None = None,
         *,
         out: QKV,
     ) -> Iterator[None]:
-        """Runs `backward` into `out` as an iterator that pauses like `forward_in_turns`."""
+        """Runs `backward` into `out`, and adds to the gradient of sinks, as an iterator that pauses
+        like `forward_in_turns`, which gave o and lse."""
         with annotate("attention"):
+            if sinks is not None:  # before dq takes o's place
+                sinks.add_grad_(do, o, lse)
             self.backward(do, qkv, documents, scale, o, lse, window, out)
         yield from ()
 

@@ -42,6 +42,7 @@ from torch import Tensor
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention, take_turns
 from longctx.attention.shards import Shards
+from longctx.attention.sinks import Sinks
 from longctx.kernels.annotate import annotate
 
 Parts = Callable[[], Sequence[Tensor]]
@@ -87,6 +88,7 @@ class Sharded(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        sinks: Sinks | None = None,
     ) -> Iterator[None]:
         there = self._to_heads(self._for_all(qkv))
         del qkv  # here and below: it was copied, so its memory may be freed while others compute
@@ -94,7 +96,10 @@ class Sharded(Attention):
         whole = QKV(*there())
         o_whole = torch.empty_like(whole.q, memory_format=torch.contiguous_format)
         with annotate("attention"):
-            self.attention.forward(whole, documents, scale, o_whole, self._of_heads(lse), window)
+            own_lse = self._of_heads(lse)
+            self.attention.forward(whole, documents, scale, o_whole, own_lse, window)
+            if sinks is not None:
+                self._own(sinks).add_(o_whole, own_lse)
         del whole
         back = self._to_tokens([o_whole])
         del o_whole
@@ -110,6 +115,7 @@ class Sharded(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        sinks: Sinks | None = None,
         *,
         out: QKV,
     ) -> Iterator[None]:
@@ -118,9 +124,10 @@ class Sharded(Attention):
         yield
         *whole, do, o = there()
         with annotate("attention"):
-            grads = self.attention.backward(
-                do, QKV(*whole), documents, scale, o, self._of_heads(lse), window
-            )
+            own_lse = self._of_heads(lse)
+            if sinks is not None:
+                self._own(sinks).add_grad_(do, o, own_lse)
+            grads = self.attention.backward(do, QKV(*whole), documents, scale, o, own_lse, window)
         del whole, do, o
         back = self._to_tokens(grads)
         del grads
@@ -138,6 +145,12 @@ class Sharded(Attention):
 
     def _of_heads(self, lse: Tensor) -> Tensor:  # (h, t) -> (h / R, R t)
         return lse.view(len(lse) // self.ranks, -1)
+
+    def _own(self, sinks: Sinks) -> Sinks:
+        """Returns the sinks of this rank's heads. Other ranks have the gradients of the others, as
+        they have those of other tokens, and all are added up."""
+        share = len(sinks.logits) // self.ranks
+        return sinks.of(slice(self.shards.rank * share, (self.shards.rank + 1) * share))
 
     def _to_heads(self, parts: Sequence[Tensor]) -> Parts:
         """Exchanges (t, n, d), own tokens of all heads, for (R t, n / R, d), all of own heads."""

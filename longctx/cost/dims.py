@@ -51,6 +51,8 @@ class LayerKind:
     """Whether each head of q and k has a norm. Attention then takes copies."""
     wide_norms: bool = False
     """Whether q and k have norms over all heads."""
+    sinks: bool = False
+    """Whether each head has an attention sink."""
     caps_scores: bool = False
     """Whether attention's scores have a softcap."""
     post_norms: bool = False
@@ -65,6 +67,8 @@ class LayerKind:
     """The features of the expert that all tokens go to beside them."""
     weighs_shared: bool = False
     """Whether each token has a weight of it, the sigmoid of a matmul."""
+    expert_biases: bool = False
+    """Whether they have biases."""
     parallel: bool = False
     """Whether the MLP stands beside attention and reads what attention reads."""
     trains_weights: bool = True

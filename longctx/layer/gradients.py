@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longctx.layer.linear import WeightGradient, sum_dtype
 from longctx.layer.projection import ProjectionGradient, added_up
-from longctx.layer.stack import StackGradient
+from longctx.layer.stack import ExpertLayout, StackGradient
 from longctx.layer.weights import Weights
 
 
@@ -61,16 +61,18 @@ class Gradients:
             self._stacked[held] = whole
         return {n: self.projection(n, base) for n, base in zip(names, bases, strict=True)}
 
-    def stack(self, name: str) -> StackGradient:
+    def stack(self, name: str, layout: ExpertLayout) -> StackGradient:
         """Returns the sums of the gradients of experts' weights, and of their adapters."""
         dtype = sum_dtype(self.w.given[name], self.sums)
-        return StackGradient(self.w.stacks[name], lambda end: self.wants(f"{name}{end}"), dtype)
+        stack = self.w.stacks[name]
+        return StackGradient(stack, lambda end: self.wants(f"{name}{end}"), dtype, layout)
 
     def norm(self, name: str) -> tuple[Tensor | None, Tensor | None]:
         """Returns the sums of the gradients of a norm's weight and bias, in fp32."""
-        return self._sum(name), self._sum(f"{name}.bias")
+        return self.zeros(name), self.zeros(f"{name}.bias")
 
-    def _sum(self, name: str) -> Tensor | None:
+    def zeros(self, name: str) -> Tensor | None:
+        """Returns zeros in fp32 to which a parameter's gradient is added; None if it is frozen."""
         wanted = self.wants(name)
         return torch.zeros_like(self.w.given[name], dtype=torch.float32) if wanted else None
 

@@ -18,6 +18,7 @@ from longctx.layer.balance import Balance, RouterLogits
 from longctx.layer.gradients import Gradients
 from longctx.layer.norm_spec import NormSpec
 from longctx.layer.router import Router
+from longctx.layer.stack import PLAIN, ExpertLayout
 from longctx.layer.weights import Weights
 from longctx.memory.store import ActivationStore, Saved
 
@@ -48,6 +49,8 @@ class Traits:
     """Multiplies the outputs of attention and of the MLP before they are added."""
     router: Router | None = None
     """How experts are chosen, where a layer has some."""
+    experts: ExpertLayout = PLAIN
+    """How their weights lie."""
 
     @property
     def parallel(self) -> bool:

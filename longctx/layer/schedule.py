@@ -158,8 +158,8 @@ class _ScheduledLayer(torch.autograd.Function):
         names: tuple[str, ...],
         *parameters: Tensor,
     ) -> Tensor:  # (T, D)
-        parts = parts_of(s.traits[layer].blocks)
-        w = Weights.of(dict(zip(names, parameters, strict=True)), parts, adapters, s.dtype)
+        ctx.layer, ctx.schedule, ctx.adapters, ctx.names = layer, s, adapters, names
+        w = _weights(ctx, parameters)
         saved = None
         if layers_above is not None and any(ctx.needs_input_grad):
             saved = s.store.open(layers_above, x)
@@ -170,8 +170,7 @@ class _ScheduledLayer(torch.autograd.Function):
         y = with_features_(layer_forward(p, x), where, features)
         if saved is not None:
             s.store.release(saved, y)
-        ctx.layer, ctx.schedule, ctx.saved = layer, s, saved
-        ctx.adapters, ctx.bring, ctx.names = adapters, bring, names
+        ctx.saved, ctx.bring = saved, bring
         ctx.x, ctx.version = weakref.ref(x), 0 if saved is None else x._version
         ctx.save_for_backward(where, features, *parameters)
         return y
@@ -202,8 +201,8 @@ class _ScheduledLayer(torch.autograd.Function):
 
 def _weights(ctx: Any, parameters: Sequence[Tensor]) -> Weights:
     named = dict(zip(ctx.names, parameters, strict=True))
-    blocks = ctx.schedule.traits[ctx.layer].blocks
-    return Weights.of(named, parts_of(blocks), ctx.adapters, ctx.schedule.dtype)
+    s, traits = ctx.schedule, ctx.schedule.traits[ctx.layer]
+    return Weights.of(named, parts_of(traits.blocks), ctx.adapters, s.dtype, traits.experts)
 
 
 def _unchanged(ctx: Any, x: Tensor) -> Tensor:

@@ -1,13 +1,15 @@
 """The weights of all experts in one parameter, frozen or trained, with an optional adapter for each
 expert, and the gradients of all of them. A row of x is a slot of expert e (kernels/grouped_mm.py):
 
-    y  = x We' + u Be'           u = s x Ae',  v = s dy Be
+    y  = x We' + be + u Be'      u = s x Ae',  v = s dy Be
     dx = dy We + v Ae
-    dWe = dy' x,  dBe = dy' u,  dAe = v' x                        only for what is trained
+    dWe = dy' x,  dbe = sum dy,  dBe = dy' u,  dAe = v' x         only for what is trained
 
-E experts, O features out, K features in, r ranks of an expert's adapter. PEFT (ParamWrapper) has A
-as (E r, K), expert by expert, and B as (O, r E), rank by rank. A product with all of an adapter's
-dense deltas, as PEFT makes them, is never there.
+E experts, O features out, K features in, r ranks of an expert's adapter. A family may have the
+weights transposed (`ExpertLayout`); here they are (E, O, K), as a view then, and their gradient is
+made as the parameter lies. PEFT (ParamWrapper) has A as (E r, K), expert by expert, and B as
+(O, r E), rank by rank, for either. A product with all of an adapter's dense deltas, as PEFT makes
+them, is never there.
 """
 
 from __future__ import annotations
@@ -18,30 +20,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longctx.kernels.clamped_swiglu import Clamped
 from longctx.kernels.grouped_mm import grouped_mm, grouped_outer_
+from longctx.kernels.grouped_sum import grouped_sum_
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayout:
+    """How a family has the weights of experts in their parameters. The defaults are Mixtral's."""
+
+    transposed: bool = False
+    """They are (E, K, O), instead of (E, O, K)."""
+    clamped: Clamped | None = None
+    """The numbers of a clamped activation, whose gate and up are interleaved features; None: they
+    are the two halves, under `Traits.activation`."""
+
+
+PLAIN = ExpertLayout()
 
 
 @dataclass(frozen=True)
 class Stack:
     """Experts' weights in one pass. `rows` says which row of its operand each slot reads."""
 
-    weight: Tensor  # (E, O, K)
+    weight: Tensor  # (E, O, K), O or K at stride 1
+    bias: Tensor | None = None  # (E, O)
     a: Tensor | None = None  # (E, r, K)
     b: Tensor | None = None  # (E, O, r)
     scale: float = 1.0
 
-    @classmethod
-    def of(cls, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Stack:
-        """`a` (E r, K) and `b` (O, r E) are an adapter's, as PEFT has them."""
-        experts, dtype = len(weight), weight.dtype
+    def adapted(self, a: Tensor, b: Tensor, scale: float) -> Stack:
+        """Returns the stack with an adapter, `a` (E r, K) and `b` (O, r E), as PEFT has them."""
+        experts, dtype = len(self.weight), self.weight.dtype
         by_expert = b.unflatten(1, (-1, experts)).permute(2, 0, 1)
         a = a.to(dtype).unflatten(0, (experts, -1))
-        return cls(weight, a, by_expert.to(dtype).contiguous(), scale)
+        return Stack(self.weight, self.bias, a, by_expert.to(dtype).contiguous(), scale)
 
     def __call__(
         self, x: Tensor, ends: Tensor, rows: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:  # (n, O)
-        y = grouped_mm(x, self.weight, ends, rows=rows, out=out)
+        y = grouped_mm(x, self.weight, ends, rows=rows, bias=self.bias, out=out)
         u = self.inner(x, ends, rows)
         return y if u is None or self.b is None else y.add_(grouped_mm(u, self.b, ends))
 
@@ -92,9 +110,18 @@ class _Sum:
 class StackGradient:
     """Sums the gradients of a stack's trained parameters over tiles of tokens."""
 
-    def __init__(self, stack: Stack, wants: Callable[[str], bool], dtype: torch.dtype) -> None:
-        """`wants` says which of "", ".a" and ".b" are trained; `dtype` is that of the weight's."""
-        self._stack, self._wants_b = stack, wants(".b")
+    def __init__(
+        self,
+        stack: Stack,
+        wants: Callable[[str], bool],
+        dtype: torch.dtype,
+        layout: ExpertLayout = PLAIN,
+    ) -> None:
+        """`wants` says which of "", ".bias", ".a" and ".b" are trained; `dtype` is that of the
+        weight's."""
+        self._stack, self._layout, self._wants_b = stack, layout, wants(".b")
+        self._wants_bias = wants(".bias")
+        self._bias: Tensor | None = None  # (E, O) fp32
         self._weight, self._a, self._b = (
             _Sum(wants(""), dtype),
             _Sum(wants(".a")),
@@ -109,18 +136,34 @@ class StackGradient:
         ends: Tensor,
         rows_dy: Tensor | None,
         rows_x: Tensor | None,
+        weights: Tensor | None = None,  # (n,) fp32: those of the slots, if x is multiplied by them
     ) -> None:
-        self._weight.add(dy, x, ends, rows_dy, rows_x)
+        if self._layout.transposed:
+            self._weight.add(x, dy, ends, rows_x, rows_dy)
+        else:
+            self._weight.add(dy, x, ends, rows_dy, rows_x)
+        if self._wants_bias:
+            self._add_bias(dy, ends, rows_dy, weights)
         if v is not None:
             self._a.add(v, x, ends, None, rows_x)
         if self._wants_b and (u := self._stack.inner(x, ends, rows_x)) is not None:
             self._b.add(dy, u, ends, rows_dy, None)
+
+    def _add_bias(
+        self, dy: Tensor, ends: Tensor, rows: Tensor | None, weights: Tensor | None
+    ) -> None:
+        first = self._bias is None
+        if self._bias is None:
+            wide = torch.promote_types(dy.dtype, torch.float32)
+            self._bias = dy.new_empty(len(ends), dy.shape[1], dtype=wide)
+        grouped_sum_(self._bias, dy, ends, rows=rows, weights=weights, add=not first)
 
     def finish(self) -> dict[str, Tensor | None]:
         """Returns the sums, by the ends of names, as their parameters lie."""
         a, b = self._a.total, self._b.total
         return {
             "": self._weight.total,
+            ".bias": self._bias,
             ".a": None if a is None else a.flatten(0, 1),
             ".b": None if b is None else b.permute(1, 2, 0).flatten(1),
         }

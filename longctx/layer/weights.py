@@ -18,7 +18,7 @@ from torch import Tensor
 from longctx.layer.adapters.protocol import Settings
 from longctx.layer.linear import dense, packed_state
 from longctx.layer.projection import Projection
-from longctx.layer.stack import Stack
+from longctx.layer.stack import PLAIN, ExpertLayout, Stack
 
 Parameters = Mapping[str, Tensor]
 Rows = Callable[[Parameters], Sequence[int]]
@@ -59,6 +59,7 @@ class Weights:
         parts: Iterable[type[Declared]],
         adapters: Mapping[str, Settings],
         dtype: torch.dtype,
+        layout: ExpertLayout = PLAIN,
     ) -> Weights:
         """Casts linear layers to `dtype` for matmuls; norms keep their dtype, as in autocast.
         `adapters` has the settings of adapters, by the names of parameters."""
@@ -74,7 +75,7 @@ class Weights:
                 if name in given and name not in made.projections:
                     made.projections[name] = made._projection(name, adapters, dtype)
             for name in part.stacks:
-                made.stacks[name] = made._stack(name, adapters.get(name), dtype)
+                made.stacks[name] = made._stack(name, adapters.get(name), dtype, layout)
         return made
 
     def __getitem__(self, name: str) -> Projection:
@@ -95,12 +96,17 @@ class Weights:
         own = {n: self.given[f"{name}.{n}"] for n in settings.names}
         return Projection(weight, bias, settings.adapter(own, weight, bias))
 
-    def _stack(self, name: str, settings: Settings | None, dtype: torch.dtype) -> Stack:
-        weight = self.given[name].to(dtype)
+    def _stack(
+        self, name: str, settings: Settings | None, dtype: torch.dtype, layout: ExpertLayout
+    ) -> Stack:
+        weight, bias = self.given[name].to(dtype), self.given.get(f"{name}.bias")
+        if layout.transposed:
+            weight = weight.transpose(1, 2)
+        stack = Stack(weight, None if bias is None else bias.to(dtype))
         if settings is None:
-            return Stack(weight)
+            return stack
         a, b = (self.given[f"{name}.{own}"] for own in settings.names)
-        return Stack.of(weight, a, b, settings.factor)
+        return stack.adapted(a, b, settings.factor)
 
     def _part_rows(
         self,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from longctx.errors import UserError
 from longctx.lora.adapters import adapted_linears, adapted_stacks
+from longctx.model.adapters import within
 from longctx.model.families import base_of, part_of
 from longctx.model.look import whole_shape
 from longctx.options.config import ModelArguments
@@ -49,11 +50,13 @@ class LoraShape(nn.Module):
 
 
 class StackShape(nn.Module):
-    """A module, one parameter of which, (E, O, K), has an adapter for each expert."""
+    """A module, one parameter of which, (E, O, K) or (E, K, O), has an adapter for each expert."""
 
     def __init__(self, base_layer: nn.Module, name: str, parameter: Tensor, r: int) -> None:
         super().__init__()
         experts, outputs, inputs = whole_shape(parameter)
+        if getattr(within(base_layer), "is_transposed", False):  # where PEFT looks, too
+            outputs, inputs = inputs, outputs
         self.base_layer, self.parameter_name, self.num_experts = base_layer, name, experts
         self.lora_A = _only(nn.Linear(inputs, r * experts, bias=False, dtype=torch.float32))
         self.lora_B = _only(nn.Linear(r * experts, outputs, bias=False, dtype=torch.float32))

@@ -28,6 +28,8 @@ A `Family` describes the models of one kind; docs/add_a_family.md shows how to w
                                            that is shared; the first layers have an MLP
     ernie4_5_moe                           the same by softmax, without groups, with a router in
                                            fp32; RoPE of neighbours
+    gpt_oss                                attention sinks; experts with biases, transposed weights
+                                           and a clamped activation of interleaved gate and up
     qwen2_vl_text  qwen2_5_vl_text         the text models of vision-language models: three rows of
     qwen3_vl_text                          positions, which text has equal (positions.py)
     qwen3_vl_moe_text                      the same with experts
@@ -44,9 +46,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from longctx.kernels.clamped_swiglu import Clamped
 from longctx.layer.norm_spec import NormSpec
 from longctx.layer.passes import SIDE_BY_SIDE, WITH_EXPERTS, Traits
 from longctx.layer.router import Router
+from longctx.layer.stack import PLAIN, ExpertLayout
 from longctx.model.adapters import (
     ADAPTED,
     QUANTISED,
@@ -83,6 +87,12 @@ _EXPERTS = {
 _SPARSE = {
     "self_attn": "Attention",
     **{"mlp": "SparseMoeBlock", "mlp.gate": "TopKRouter", "mlp.experts": "Experts"},
+}
+_OF_GPT_OSS = {
+    "sinks": "self_attn.sinks",
+    "router.bias": "mlp.router.bias",
+    "experts_in.bias": "mlp.experts.gate_up_proj_bias",
+    "experts_out.bias": "mlp.experts.down_proj_bias",
 }
 _FOUR = {
     **{"norm1": "input_layernorm", "norm2": "pre_feedforward_layernorm"},
@@ -177,6 +187,12 @@ def _floored_router(config: Any) -> Router:
     return _softmax_router(config, floor=config.moe_norm_min, in_fp32=True)
 
 
+def _gpt_oss_layout(config: Any) -> ExpertLayout:
+    """Returns gpt-oss's layout. Before transformers 5.18 its code has these numbers itself."""
+    alpha, limit = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
+    return ExpertLayout(transposed=True, clamped=Clamped(alpha, limit))
+
+
 def _is_dense(config: Any, layer: int) -> bool:
     """Whether a layer has an MLP among layers of experts, as in Qwen3-MoE."""
     sparse = config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
@@ -240,16 +256,22 @@ class Family:
     v, q holds all three in one parameter; without up, gate holds both. Such layers must have no
     bias. Without gate, the MLP has none. A shared expert's begin with "shared_", and the one that
     weighs it for each token is "share"."""
-    stacks: Mapping[str, str] = field(default_factory=dict)
-    """Maps the names of the router's weight (E, D), of its bias (E,) if it has one, and of the
-    experts' weights, (E, 2 I, D) and (E, D, I), to the paths of these parameters and buffers. A
-    layer without experts has none."""
+    stacks: dict[str, str] = field(default_factory=dict)
+    """Maps the names of the router's weight (E, D) and of the experts' weights, (E, 2 I, D) and
+    (E, D, I), to the paths of these parameters. A layer without experts has none."""
+    parameters: dict[str, str] = field(default_factory=dict)
+    """Maps the names of other parameters and buffers that modules hold themselves to their paths:
+    sinks (H,), the biases of what `stacks` names, and one that decides the choice alone (E,)."""
     router: Callable[[Any], Router] | None = None
     """Returns how experts are chosen, from the configuration."""
+    experts: Callable[[Any], ExpertLayout] = field(default=lambda config: PLAIN)
+    """Returns how the experts' weights lie, from the configuration."""
     in_fp32: Names = ()
     """The paths of modules whose parameters transformers keeps in fp32."""
     auxiliary: bool = True
     """transformers' causal model has an auxiliary loss, if there are experts."""
+    half_tables: bool = False
+    """RoPE's cosines and sines have a column for each pair, instead of each feature."""
     interleaved: bool = False
     """RoPE rotates pairs of neighbours, instead of halves."""
     norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
@@ -276,6 +298,8 @@ class Family:
     """Returns the features of the shared expert, from the configuration."""
     position_rows: int = 1
     """The rows of positions to which the base model expands one, as in positions.py."""
+    masks_by_position: bool = True
+    """The base model makes masks that keep documents apart where positions restart."""
     query_scale: Callable[[Any, Tensor], Tensor | None] = field(default=lambda config, at: None)
     """Returns a factor (T,) of q from the configuration and the positions (T,)."""
     score_cap: Callable[[Any], float | None] = field(default=lambda config: None)
@@ -349,13 +373,16 @@ class Family:
         return linears | {path: (own.get(name, D),) for name, path in self.norms.items()}
 
     def stack_shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the parameters in `stacks`, by path."""
-        if self.router is None or not self.stacks:
-            return {}
-        E, D, width = self.router(config).experts, config.hidden_size, getattr(config, self.width)
-        shapes = dict(router=(E, D), experts_in=(E, 2 * width, D), experts_out=(E, D, width))
-        shapes |= dict(router_bias=(E,))
-        return {path: shapes[name] for name, path in self.stacks.items()}
+        """Returns the shapes of the parameters in `stacks` and `parameters`, by path."""
+        shapes: dict[str, tuple[int, ...]] = {"sinks": (config.num_attention_heads,)}
+        if self.router is not None and self.stacks:
+            E, D = self.router(config).experts, config.hidden_size
+            width = getattr(config, self.width)
+            shapes |= {"router": (E, D), "router.bias": (E,), "choice_bias": (E,)}
+            for name, rows, columns in (("experts_in", 2 * width, D), ("experts_out", D, width)):
+                lies = (columns, rows) if self.experts(config).transposed else (rows, columns)
+                shapes |= {name: (E, *lies), f"{name}.bias": (E, rows)}
+        return {path: shapes[name] for name, path in (self.stacks | self.parameters).items()}
 
     @property
     def of_activations(self) -> Names:
@@ -380,7 +407,8 @@ class Family:
     def children(self) -> dict[str, frozenset[str]]:
         """Maps the path of each module of a layer that has submodules, or parameters of its own, ""
         for the layer itself, to the names of those that the schedule knows."""
-        parts = [path.rpartition(".") for path in (*self.in_layer, *self.stacks.values())]
+        owned = (*self.in_layer, *self.stacks.values(), *self.parameters.values())
+        parts = [path.rpartition(".") for path in owned]
         return {
             owner: frozenset(name for other, _, name in parts if other == owner)
             for owner in dict.fromkeys(owner for owner, _, _ in parts)
@@ -394,7 +422,7 @@ class Family:
             found[name] = read(module, "weight")
             if (bias := read(module, "bias", None)) is not None:
                 found[f"{name}.bias"] = bias
-        for name, path in self.stacks.items():
+        for name, path in (*self.stacks.items(), *self.parameters.items()):
             owner, _, own = path.rpartition(".")
             found[name] = read(within(part_of(layer, owner)), own)
         return found
@@ -407,6 +435,7 @@ class Family:
         own = self.of_layer(config, layer)
         if own.stacks and own.router is not None:
             found |= {"blocks": WITH_EXPERTS, "router": own.router(config)}
+            found["experts"] = own.experts(config)
         return Traits(**found | self.traits(config, layer))
 
 
@@ -439,6 +468,7 @@ _DENSE: dict[str, Any] = dict(
     modules={"self_attn": "Attention", "mlp": "MLP"},
     linears=_QKV | _OUT | _GATE_UP,
     stacks={},
+    parameters={},
     activation="mlp.act_fn",
     width=MLP_WIDTH,
 )
@@ -635,7 +665,7 @@ FAMILIES: dict[str, Family] = {
                 modules=_SPARSE
                 | {"mlp": "MoE", "mlp.gate": "TopkRouter", "mlp.shared_experts": "MLP"},
                 linears=_MOE["linears"] | _shared("mlp.shared_experts"),
-                stacks=_EXPERTS | {"router_bias": "mlp.gate.e_score_correction_bias"},
+                parameters={"choice_bias": "mlp.gate.e_score_correction_bias"},
             ),
             norms=_NORMS | _OF_Q_AND_K,
             width="moe_intermediate_size",
@@ -651,7 +681,7 @@ FAMILIES: dict[str, Family] = {
             | dict(
                 modules=_ERNIE | {"mlp.shared_experts": "MLP"},
                 linears=_MOE["linears"] | _shared("mlp.shared_experts"),
-                stacks=_EXPERTS | {"router_bias": f"{_STATICS}.e_score_correction_bias"},
+                parameters={"choice_bias": f"{_STATICS}.e_score_correction_bias"},
             ),
             interleaved=True,
             in_fp32=("mlp.gate", _STATICS),
@@ -669,6 +699,24 @@ FAMILIES: dict[str, Family] = {
             norms=_NORMS | _OF_Q_AND_K,
             wide_norms=True,
             router=_normed_if_asked,
+        ),
+        Family(
+            kind="gpt_oss",
+            prefix="GptOss",
+            modules={
+                "self_attn": "Attention",
+                **{"mlp": "MLP", "mlp.router": "TopKRouter", "mlp.experts": "Experts"},
+            },
+            linears=_QKV | {"o": _OUT["o"]},
+            stacks=_EXPERTS | {"router": "mlp.router.weight"},
+            parameters=_OF_GPT_OSS,
+            activation="",
+            norm=NormClass(spec=_ROUNDED_ONCE),
+            half_tables=True,
+            masks_by_position=False,
+            window=_window_by_type,
+            router=partial(_softmax_router, over="logits"),
+            experts=_gpt_oss_layout,
         ),
         Family(kind="qwen2_vl_text", module="qwen2_vl", prefix="Qwen2VL", **_QWEN_VL),
         Family(kind="qwen2_5_vl_text", module="qwen2_5_vl", prefix="Qwen2_5_VL", **_QWEN_VL),

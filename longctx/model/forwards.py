@@ -68,7 +68,7 @@ from longctx.model.hidden_states import asked as asked_states
 from longctx.model.hidden_states import is_served, last_alone
 from longctx.model.look import look
 from longctx.model.parents import PARENTS, check_labels, check_positions
-from longctx.model.positions import Positions, four_rows, positions_of
+from longctx.model.positions import Positions, four_rows, positions_of, with_masks
 from longctx.model.read_padding import (
     COMPUTED,
     ComputedPadding,
@@ -580,6 +580,7 @@ def base_forward(
         inputs["output_router_logits"] = True
     if attention_mask is None and reason != _CACHE:
         inputs["position_ids"] = four_rows(self, _restarting(inputs, bounds))
+        inputs = with_masks(self, inputs)
     return type(self).forward(self, **inputs)
 
 

@@ -54,6 +54,8 @@ def why_not_part(config: PretrainedConfig, part: str) -> str | None:
         return "its norms are RMSNorms: rms_norm"
     if part == "rope" and family.interleaved:
         return "its RoPE rotates neighbours, and the part rotates halves"
+    if part == "rope" and family.half_tables:
+        return "its cosines and sines have half the columns that the part reads"
     if part in _GATED:
         if "gate" not in family.linears:
             return "its MLP has no gate"

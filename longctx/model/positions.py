@@ -11,7 +11,8 @@ The three are equal for text: their RoPE is the ordinary one, and they tell docu
 row does. Tokens of an image have three of their own, of which each frequency of RoPE reads one
 (`rows_of`). These tell no documents apart; without a fourth row such a row of tokens is one
 document. Hugging Face's Qwen2-VL and Qwen2.5-VL read documents from the fourth row alone, so that
-their own layers get one (`four_rows`).
+their own layers get one (`four_rows`). GPT-OSS makes masks without positions; its own layers get
+some that were made with them (`with_masks`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from longctx.model.families import base_of, known_family
 from longctx.model.vision import joint_of
@@ -68,16 +70,36 @@ def four_rows(base: Any, position_ids: Any) -> Any:
     return position_ids.expand(4, *position_ids.shape)
 
 
+def with_masks(base: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call of `base`, a base model in Hugging Face's code, with masks by
+    the type of layer, if the masks that it makes itself would not tell where documents begin."""
+    positions, given = inputs.get("position_ids"), inputs.get("attention_mask")
+    if known_family(base).masks_by_position or positions is None or given is not None:
+        return inputs
+    # Masks depend on the shape, dtype and device of embedded tokens alone.
+    like = torch.empty(*positions.shape, 0, dtype=base.dtype, device=positions.device)
+    call: dict[str, Any] = dict(config=base.config, inputs_embeds=like, attention_mask=None)
+    call |= dict(past_key_values=None, position_ids=positions)
+    masks = {
+        "full_attention": create_causal_mask(**call),
+        "sliding_attention": create_sliding_window_causal_mask(**call),
+    }
+    return inputs | {"attention_mask": masks}
+
+
 def keep_documents_apart(model: Any) -> None:
     """Lets Hugging Face's layers of a model hear where documents begin, whoever calls it: our rows
-    are packed. It gets four rows of positions for one where it needs them. Where the configuration
-    of a part asks for a cache, with which nobody looks for documents, calls do without."""
+    are packed. It gets four rows of positions for one, or masks, where it needs them. Where the
+    configuration of a part asks for a cache, with which nobody looks for documents, calls do
+    without."""
     if model.config.get_text_config() is not model.config:  # whose own cache Trainer switches off
         model.register_forward_pre_hook(_without_cache, with_kwargs=True)
     base = base_of(model)
     if base is not None and known_family(base).position_rows == 3:
         outer = joint_of(model) or base  # called by the whole model, also inside a PeftModel
         outer.register_forward_pre_hook(partial(_with_four_rows, base), with_kwargs=True)
+    if base is not None and not known_family(base).masks_by_position:
+        base.register_forward_pre_hook(_with_masks, with_kwargs=True)
 
 
 def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -89,3 +111,12 @@ def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _with_four_rows(base: Any, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return args, kwargs | {"position_ids": four_rows(base, kwargs.get("position_ids"))}
+
+
+def _with_masks(base: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Leaves patched models alone, whose forward knows when Hugging Face's layers run."""
+    asked = kwargs.get("use_cache")
+    caches = base.config.use_cache if asked is None else asked
+    if caches or kwargs.get("past_key_values") is not None or "longctx" in vars(base):
+        return args, kwargs
+    return args, with_masks(base, kwargs)

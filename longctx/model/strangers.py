@@ -259,6 +259,7 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
             kept = torch.float32 if name in family.in_fp32 else dtype
             yield from _other_dtypes(module, dtype, where, kept)
         yield from _other_parameters(family, parts, config, where)
+        yield from _other_experts(family, parts, traits[i], where)
         if vars(layer).get("residual_multiplier", 1.0) != traits[i].residual:
             yield f"a residual multiplier of its own in {where}"
         if "self_attn" in family.modules:
@@ -370,6 +371,16 @@ def _other_parameters(
     for name in family.fused:
         if look(parts[name], "bias") is not None:
             yield f"a bias of {name} in {where}"
+
+
+def _other_experts(
+    family: Family, parts: dict[str, Any], traits: Traits, where: str
+) -> Iterator[str]:
+    """Experts whose activation has other numbers than those of the configuration."""
+    clamped = traits.experts.clamped
+    for name in family.of_experts if clamped else ():
+        if (parts[name].alpha, parts[name].limit) != clamped:
+            yield f"another activation of experts than the configuration's in {where}"
 
 
 def _other_attention(

@@ -19,6 +19,7 @@ from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention, take_turns
 from longctx.attention.sharded import Sharded
 from longctx.attention.shards import Shards
+from longctx.attention.sinks import Sinks
 
 S = 48
 ROWS = {
@@ -79,6 +80,39 @@ def compare(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_shards_attend_as_one(ranks, tmp_path) -> None:
     on_ranks(ranks, compare, tmp_path)
+
+
+def attended(attention: Attention, tensors: list[Tensor], documents: Documents) -> list[Tensor]:
+    """o, dq, dk, dv and the gradient of sinks, as a layer gets them."""
+    q, k, v, do = tensors
+    sinks = Sinks(torch.linspace(-1, 3, q.shape[1]), torch.zeros(q.shape[1]))
+    o, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q))
+    rest = documents, 0.3, o, lse, None, sinks
+    take_turns([attention.forward_in_turns(QKV(q, k, v), *rest)])
+    out = QKV(*map(torch.empty_like, (q, k, v)))
+    take_turns([attention.backward_in_turns(do, QKV(q, k, v), *rest, out=out)])
+    return [o, *out, sinks.grad]
+
+
+def compare_sinks(rank: int, ranks: int) -> None:
+    rows = ROWS["two rows"]
+    documents, tensors = (
+        Documents.of([n for row in rows for n in row]),
+        draw(rows, 8, 2, torch.float32),
+    )
+    *whole, of_sinks = attended(Math(), tensors, documents)
+    sharded = Sharded(Math(), Shards(dist.group.WORLD), rows=len(rows))
+    *found, own_part = attended(
+        sharded, [own(x, len(rows), rank, ranks) for x in tensors], documents
+    )
+    for x, y in zip(found, whole, strict=True):
+        assert torch.equal(x, own(y, len(rows), rank, ranks))
+    dist.all_reduce(own_part)
+    assert torch.equal(own_part, of_sinks)
+
+
+def test_a_rank_has_the_sinks_of_its_heads(tmp_path) -> None:
+    on_ranks(2, compare_sinks, tmp_path)
 
 
 def test_the_next_group_is_sent_before_this_one_attends() -> None:

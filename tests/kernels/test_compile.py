@@ -35,16 +35,19 @@ def _cases():
     from longctx.kernels import (
         adamw,
         adamw_many,
+        clamped_swiglu,
         cross_entropy,
         cross_entropy_rows,
         divergence,
         grouped_mm,
+        grouped_sum,
         log_softmax,
         nf4,
         norm,
         places,
         rope,
         scale,
+        sinks,
         spread,
         square_sums,
         swiglu,
@@ -157,7 +160,32 @@ def _cases():
         arguments |= {"stride_a_out": 6144, "stride_b_out": 6144}
         yield "places", places._places_kernel, t, arguments, Config(block=1024, num_warps=4)
 
+        arguments = {f"{n}_ptr": p for n in ("o", "do", "sinks")} | {"lse_ptr": "*fp32"}
+        arguments |= {"T": 131072, "d": 64, "stride_token": 4096, "stride_lse": 131072}
+        arguments |= {"stride_head": 64, "TOKENS": sinks.CONFIG.rows, "BLOCK": sinks.CONFIG.block}
+        yield "add_sinks", sinks._add_kernel, t, arguments, sinks.CONFIG
+        strides = {
+            f"stride_{x}_{n}": s for x in ("do", "o") for n, s in (("token", 4096), ("head", 64))
+        }
+        arguments |= strides | {"parts_ptr": "*fp32"}
+        yield "sinks_grad", sinks._grad_kernel, t, arguments, sinks.CONFIG
+
         yield from _grouped_cases(grouped_mm, t)
+
+        c = grouped_sum.CONFIG
+        arguments = {"a_ptr": p, "ends_ptr": "*i32", "rows_ptr": "*i32", "weights_ptr": "*fp32"}
+        arguments |= {"acc_ptr": "*fp32", "width": 5760, "stride_a": 5760, "ADD": True}
+        arguments |= {"HAS_ROWS": True, "HAS_WEIGHTS": True, "ROWS": c.rows, "BLOCK": c.block}
+        yield "grouped_sum", grouped_sum._sum_kernel, t, arguments, c
+
+        c = clamped_swiglu.CONFIG
+        arguments = {f"{n}_ptr": p for n in ("made", "out", "d_product")}
+        arguments |= {"T": 524288, "F": 2880, "blocks_per_row": 6, "stride_made": 5760}
+        arguments |= {"stride_out": 2880, "stride_d_product": 2880, "alpha": "fp32"}
+        arguments |= {"limit": "fp32", "ROWS": c.rows, "BLOCK": c.block}
+        for name in ("forward", "backward"):
+            kernel = getattr(clamped_swiglu, f"_{name}_kernel")
+            yield f"clamped_swiglu_{name}", kernel, t, arguments, c
 
         pointers = {f"{n}_ptr": "*fp32" for n in ("code", "code2", "scale2", "offset")}
         arguments = {"packed_ptr": "*i32", **pointers, "scale_ptr": "*u8", "out_ptr": p}
@@ -246,11 +274,15 @@ def _grouped_cases(grouped_mm, t: str):
         for kib in (99, 163)
     }
     for c in configs:
-        pointers = {f"{n}_ptr": p for n in ("x", "weight", "out")} | {"rows_ptr": "*i32"}
+        pointers = {f"{n}_ptr": p for n in ("x", "weight", "bias", "out")} | {"rows_ptr": "*i32"}
         strides = {"stride_x": 2048, "stride_expert": 2**21, "stride_weight": 2048}
         arguments = pointers | slots | strides | c.constants() | {"stride_out": 1536}
-        for name, by_inputs, even in (("", True, True), ("_transposed", False, False)):
-            how = {"HAS_ROWS": by_inputs, "BY_INPUTS": by_inputs}
+        for name, by_inputs, even, biased in (
+            ("", True, True, False),
+            ("_transposed", False, False, False),
+            ("_biased", False, False, True),
+        ):
+            how = {"HAS_ROWS": by_inputs, "BY_INPUTS": by_inputs, "HAS_BIAS": biased}
             how |= {"EVEN_WIDTH": even, "EVEN_INPUTS": even, "HALVES": c.halves}
             yield f"grouped_mm{name}", grouped_mm._mm_kernel, t, arguments | how, c
     configs = {
@@ -367,9 +399,15 @@ def test_every_kernel_compiles_for_both_architectures(reports):
         "spread",
         "spread_factors",
         "places",
+        "add_sinks",
+        "sinks_grad",
         "grouped_mm",
         "grouped_mm_transposed",
+        "grouped_mm_biased",
         "grouped_outer",
+        "grouped_sum",
+        "clamped_swiglu_forward",
+        "clamped_swiglu_backward",
         "combine",
         "slot_dots",
         "adamw",

@@ -105,6 +105,24 @@ def test_product_with_transposed_weights(counts, dtype) -> None:
     check_mm(counts, 64, 27, dtype, gathered=True, transposed=True, config=HALVES)
 
 
+@pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_bias_is_added_before_rounding(dtype, plain, request) -> None:
+    if plain:
+        request.getfixturevalue("reference_kernels")
+    torch.manual_seed(0)
+    counts = SEGMENTS["unbalanced"]
+    x, weight = draw(sum(counts), 48, dtype=dtype), draw(len(counts), 40, 48, dtype=dtype)
+    bias = 9 * draw(len(counts), 40, dtype=dtype)
+    y = grouped_mm(x, weight, ends_of(counts), bias=bias, config=SMALL)
+    truth, naive = (
+        mm_loop(x.to(t), weight.to(t), counts)
+        + bias.to(t).repeat_interleave(torch.tensor(counts, device=DEVICE), 0)
+        for t in (torch.double, torch.float)
+    )
+    assert_exact("y", y, naive.to(dtype), truth)
+
+
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("counts", SEGMENTS.values(), ids=SEGMENTS)

@@ -124,6 +124,7 @@ EXPERTS = {
         moe_num_experts=6, moe_k=3, moe_intermediate_size=96, moe_layer_start_index=1
     ),
     "glm4_moe": dict(n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=96),
+    "gpt_oss": dict(num_local_experts=6, num_experts_per_tok=3) | NO_WINDOWS,
 }
 ALL_CUTS = [(groups, keep) for groups in (1, K) for keep in ("x", "o", "all")]
 CUTS = {kind: ALL_CUTS for kind in ("olmo2", "exaone4", "cohere", "nemotron")}

@@ -43,6 +43,7 @@ from longctx.errors import UserError
 from longctx.model.costs import StepTable
 from longctx.model.families import has_windows, score_cap, windows
 from longctx.model.patch import patch_as
+from longctx.model.positions import keep_documents_apart
 from longctx.model.strangers import why_not_scheduled
 from longctx.options.config import ModelArguments
 from longctx.options.model import PatchOptions
@@ -65,6 +66,8 @@ def trio(family: str, dtype: torch.dtype, settings=None, **changes):
     truth = truth_of(naive, dtype)
     ours = copy.deepcopy(naive)
     patch_as(ours, PatchOptions(**(settings or {})), DEVICE)
+    for model in (truth, naive):
+        keep_documents_apart(model)
     return truth, naive, ours
 
 
@@ -192,6 +195,7 @@ def test_checkpoints_and_generation_are_hugging_faces(family, tmp_path) -> None:
     vanilla = AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation=theirs
     ).train()
+    keep_documents_apart(vanilla)
     assert type(vanilla) is type(ours)
     for (name, p), q in zip(ours.named_parameters(), vanilla.parameters(), strict=True):
         assert torch.equal(p, q), name
@@ -263,6 +267,7 @@ def test_windows_are_those_of_hugging_face() -> None:
         "starcoder2": [W, W, W],
         "cohere2": [None, W, None],
         "gemma2": [None, W, None],
+        "gpt_oss": [None, W, None],
         "gemma3_text": [None, W, None],
     }
     assert found == dict.fromkeys(FAMILIES, none) | expected

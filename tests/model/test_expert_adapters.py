@@ -79,8 +79,9 @@ def test_a_disabled_adapter_adds_nothing() -> None:
         torch.testing.assert_close(ours(**inputs).loss, theirs(**inputs).loss)
 
 
-def test_no_bit_depends_on_the_ladder() -> None:
-    _, naive, _ = trio("qwen3_moe", torch.bfloat16)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_no_bit_depends_on_the_ladder(family) -> None:
+    _, naive, _ = trio(family, torch.bfloat16)
     ours = adapted(naive, STACKS)
     longctx.patch(ours, **LADDER)
     base = ours.get_base_model()

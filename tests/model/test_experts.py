@@ -31,7 +31,8 @@ from longctx.cost.table import load
 from longctx.errors import UserError
 from longctx.layer.router import weights_of
 from longctx.model.costs import StepTable
-from longctx.model.families import layers_of, model_traits
+from longctx.model.families import layers_of, model_traits, part_of
+from longctx.model.strangers import why_not_scheduled
 from longctx.options.config import ModelArguments
 from longctx.plan.predict import Run, Subject
 
@@ -48,6 +49,15 @@ def routers(model):
     return [t.router for t in model_traits(model.model) if t.router is not None]
 
 
+def gates(model) -> list[torch.nn.Module]:
+    """The modules of routers."""
+    return [
+        part_of(layer, family.stacks["router"].rpartition(".")[0])
+        for layer, family in layers_of(model.model)
+        if family.stacks
+    ]
+
+
 def chosen(model, rows: tuple[int, int], seed: int = 0) -> torch.Tensor:  # (L, B, S, k)
     """Experts for each token of a batch: all different, and some experts with few tokens."""
     draw = torch.Generator().manual_seed(seed)
@@ -59,15 +69,16 @@ def chosen(model, rows: tuple[int, int], seed: int = 0) -> torch.Tensor:  # (L, 
 
 def follow(model, ids: torch.Tensor) -> None:
     """Has Hugging Face's routers choose these experts."""
-    sparse = [layer for layer, family in layers_of(model.model) if family.stacks]
-    for layer, router, own in zip(sparse, routers(model), ids.flatten(1, 2), strict=True):
-        gate = layer.mlp.gate
+    for gate, router, own in zip(gates(model), routers(model), ids.flatten(1, 2), strict=True):
 
         def forward(hidden, gate=gate, own=own, router=router):
             hidden, sums = hidden.reshape(-1, hidden.shape[-1]), router.score == "sigmoid"
             wide = torch.promote_types(hidden.dtype, torch.float32)
             dtype = wide if sums or router.in_fp32 else hidden.dtype
-            logits = F.linear(hidden.to(dtype), gate.weight.to(dtype))
+            bias = getattr(gate, "bias", None)
+            logits = F.linear(
+                hidden.to(dtype), gate.weight.to(dtype), None if bias is None else bias.to(dtype)
+            )
             weights = weights_of(logits.to(wide), router, own)
             return logits, weights.to(wide if sums else hidden.dtype), own
 
@@ -197,12 +208,12 @@ def test_a_shared_prompt_counts_as_often_as_it_has_answers() -> None:
         torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-5)
 
 
-def test_experts_that_a_caller_chose() -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_that_a_caller_chose(family) -> None:
     """The routers' own choice, given back, changes no bit; another one changes the loss."""
-    _, _, ours = trio("qwen3_moe", torch.float32, dict(tile_tokens=31))
+    _, _, ours = trio(family, torch.float32, dict(tile_tokens=31))
     inputs, seen = batch([[48]]), []
-    gates = [layer.mlp.gate for layer, family in layers_of(ours.model) if family.stacks]
-    hooks = [g.register_forward_hook(lambda _, __, out: seen.append(out[2])) for g in gates]
+    hooks = [g.register_forward_hook(lambda *given: seen.append(given[2][2])) for g in gates(ours)]
     with torch.no_grad():
         ours(**inputs | {"labels": None, "use_cache": True})  # Hugging Face's layers
     for hook in hooks:
@@ -248,7 +259,7 @@ def test_one_expert_gets_all(family) -> None:
     with torch.no_grad():
         for model in models:
             for name, parameter in model.named_parameters():
-                if name.endswith("mlp.gate.weight"):
+                if name.endswith(("mlp.gate.weight", "mlp.router.weight", "mlp.router.bias")):
                     parameter.zero_()
     truth, naive, ours = (run(model, *batches(PACKED, 2)) for model in models)
     assert_exact_run(ours, naive, truth, torch.float32)
@@ -303,3 +314,12 @@ def test_what_experts_have_beside(spoil, reason, capsys) -> None:
     except RuntimeError:
         pass  # Hugging Face's layers cannot compute with such a weight either
     assert re.search(reason, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", ["alpha", "limit"])
+def test_another_activation_of_experts(name) -> None:
+    _, _, ours = trio("gpt_oss", torch.float32)
+    assert why_not_scheduled(ours.model) is None
+    setattr(ours.model.layers[1].mlp.experts, name, 1.25)
+    found = str(why_not_scheduled(ours.model))
+    assert "another activation of experts than the configuration's in model.layers.1" in found

@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[bool, dict[str, Any]]] = {
     "gpt2": (True, dict(n_embd=64, n_layer=2, n_head=4)),
     "opt": (False, dict(word_embed_proj_dim=64, ffn_dim=96)),  # positions along the row
     "bloom": (False, dict(n_head=4, n_layer=2)),  # takes no positions
-    "gpt_oss": (False, dict(num_local_experts=4, head_dim=16)),  # a mask made without positions
+    "afmoe": (False, dict(num_experts=8, head_dim=16)),  # a mask made without positions
     "qwen3_5_text": (False, _GDN),
     "lfm2": (False, dict(layer_types=["conv", "conv", "full_attention", "conv"])),
     "granitemoehybrid": (

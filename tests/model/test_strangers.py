@@ -325,6 +325,7 @@ ELSEWHERE = {
     *("num_experts", "num_experts_per_tok", "router_aux_loss_coef"),  # of the auxiliary loss
     *("num_local_experts", "top_k", "hidden_dim", "norm_topk_prob", "jitter_noise"),  # routers'
     "_norm",  # Gemma's norm, a method
+    "_apply_gate",  # GPT-OSS's experts, a method, whose numbers _other_experts compares
     "_deepstack_process",  # Qwen3-VL's images
     "recomposition_frequencies",  # of three equal rows of positions nothing is left
 }

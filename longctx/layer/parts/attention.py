@@ -3,7 +3,8 @@
     n1 = rms_norm(x)              q, k, v = rope(n1 Wq', n1 Wk'), n1 Wv'      (T, H d), (T, K d)
     o, lse = attention(q, k, v)   h = x + r o Wo'                             (T, H d), (T, D)
 
-Where a norm follows, z = o Wo' and h = x + rms_norm(z).
+Where a norm follows, z = o Wo' and h = x + rms_norm(z). A head may have a sink, a logit that takes
+part in its softmax and has no value (attention/sinks.py); o and lse are those with sinks.
 
 Attention runs over the whole row, head group by head group (heads.py), so that q, k and v exist for
 one group only. h is made tile by tile, where the MLP reads it. Backward runs after the MLP's:
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention.protocol import QKV, take_turns
+from longctx.attention.sinks import Sinks
 from longctx.cost.dims import LayerKind
 from longctx.cost.fitted import WINDOW_EDGES
 from longctx.cost.flops import squared_length
@@ -73,6 +75,10 @@ class SelfAttention(OverRow):
         self._do: Tensor | None = None
         self._attended: tuple[Tensor, Tensor] | None = None  # o (T, H d), lse (H, T)
         self._d_o = None if p.gradients is None else p.gradients.projection("o")
+        self._sinks: Sinks | None = None
+        if (logits := p.weights.given.get("sinks")) is not None:
+            grad = None if p.gradients is None else p.gradients.zeros("sinks")
+            self._sinks = Sinks(logits, grad)
 
     # --- forward ---------------------------------------------------------------------------
 
@@ -110,7 +116,8 @@ class SelfAttention(OverRow):
             qkv = projected(group)
             o_group = o[:, group.q].unflatten(1, (-1, s.head_dim))
             pauses = s.attention.forward_in_turns(
-                qkv, s.documents, t.scale, o_group, lse[group.lse], s.window(t)
+                *(qkv, s.documents, t.scale, o_group, lse[group.lse], s.window(t)),
+                self._sinks_of(group),
             )
             del qkv  # its memory may be freed while this group pauses
             yield from pauses
@@ -118,6 +125,9 @@ class SelfAttention(OverRow):
         take_turns(attend(group) for group in each("head group", self._heads))
         self._heads.forget_inner()
         return o, lse
+
+    def _sinks_of(self, group: Group) -> Sinks | None:
+        return None if self._sinks is None else self._sinks.of(group.lse)
 
     def _keep(self, x: Tensor, o: Tensor, lse: Tensor, qkv: Sequence[Tensor]) -> None:
         """Keeps the activations of the whole row, and allocates h where it is kept."""
@@ -194,7 +204,7 @@ class SelfAttention(OverRow):
         self._post.finish()
 
     def reaches(self, wants_dx: bool) -> bool:
-        names = ("norm1", "q", "k", "v", "q_norm", "k_norm")
+        names = ("norm1", "q", "k", "v", "q_norm", "k_norm", "sinks")
         return wants_dx or self._pass.grads.wanted(*names)
 
     def backward_(self, dh: Tensor, x: Tensor, dn: Tensor | None, wants_dx: bool) -> None:
@@ -211,7 +221,7 @@ class SelfAttention(OverRow):
         lse: Tensor,  # (H, T)
     ) -> KeyGradients:
         """Computes dq, dk, dv as the projections' outputs need them, one head group at a time, and
-        the gradients of the norms of q and k."""
+        the gradients of the norms of q and k and of sinks."""
         s, t, heads = self._schedule, self._pass.traits, self._heads
         dkv = KeyGradients(list(heads), self._do, self._heads.q.weight, x.shape[0])
         output_grad, kept = self._output_grad(dh), self._kept_groups()
@@ -224,6 +234,7 @@ class SelfAttention(OverRow):
             del grads
             pauses = s.attention.backward_in_turns(
                 *(do, ready, s.documents, t.scale, dq, lse[group.lse], s.window(t)),
+                self._sinks_of(group),
                 out=QKV(dq, dk, dv),
             )
             # Held on over the pause, because the norms' gradients need it; else it is freed.
@@ -238,6 +249,8 @@ class SelfAttention(OverRow):
         take_turns(run(i, group) for i, group in enumerate(each("head group", heads)))
         for norm in heads.qk_norms:
             norm.finish()
+        if self._sinks is not None:
+            self._pass.grads.put("sinks", self._sinks.grad)
         return dkv
 
     def _kept_groups(self) -> list[Tensor]:  # (T, (h + 2 k) d) each
@@ -345,6 +358,7 @@ class SelfAttention(OverRow):
         attended = Work(name="attention", flops=attention_flops(s, kind, batch), rate="attention")
         of_edges = [edge_flops(kind, batch, keys) for keys in WINDOW_EDGES]
         edges = Work(name="edges of windows", flops=of_edges[0], rate="attention")
+        sinks = Work(name="sinks", nbytes=2 * n * kind.wide * kind.sinks)
         # Norms over all heads make q and k once more: before several groups, and in backward.
         again = 2 * tokens * s.hidden * (kind.wide + kind.narrow) * kind.wide_norms
         measured = Work(
@@ -365,7 +379,7 @@ class SelfAttention(OverRow):
             of_tiles=True,
         )
         return Table(
-            forward=(projected, measured, attended, edges, output),
+            forward=(projected, measured, attended, edges, sinks, output),
             backward=(
                 Work(
                     name="attention",
@@ -374,6 +388,7 @@ class SelfAttention(OverRow):
                     nbytes=rotated + n * (4 * kind.wide + 6 * kind.narrow),
                 ),
                 replace(edges, flops=2.5 * of_edges[1], rate="attention backward"),
+                replace(sinks, nbytes=sinks.nbytes * kind.trains_weights),
                 Work(name="o", flops=twice * output.flops, nbytes=6 * unit + 2 * normed + sums),
                 Work(name="q k v", flops=twice * projected.flops, finishing=True),
                 replace(measured, flops=again, nbytes=2 * rotated * kind.wide_norms),
@@ -384,7 +399,7 @@ class SelfAttention(OverRow):
                     name="o",
                     nbytes=tokens * (kind.wide * s.itemsize + 4 * kind.heads + 8 * kind.wide_norms),
                     tensors=2 + kind.wide_norms,
-                    spares=(projected, measured, attended, edges),
+                    spares=(projected, measured, attended, edges, sinks),
                     word="o",
                     read_first=True,
                     buffered=True,

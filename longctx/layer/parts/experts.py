@@ -3,12 +3,14 @@
     n2 = rms_norm(h)        ids, w = router(n2 Wr')               (T, k), in fp32
     y = h + r sum_j w_j z_j        z_j = (silu(n2 Wg') * (n2 Wu')) Wd'       of expert ids_j
 
+The router and the experts may have biases, and gpt-oss's have another activation of gate and up
+(`ExpertLayout`).
 The (token, choice) pairs of a tile are its *slots*. They are sorted by expert once, and each
 expert's slots stand side by side in grouped matmuls (kernels/grouped_mm.py), whose first operand is
 gathered as it is read. The k products of a token are added in the order of its choices in fp32, and
 rounded once with h. Backward, with dz = dy, never weighted and never copied:
 
-    [recompute gate, up]                a = dy Wd,  dw = <a, product>
+    [recompute gate, up]                a = dy Wd,  dw = <a, product> (+ <dy, bd>)
     dWd += dy' (w product)              dgate, dup from w a;  dWg, dWu += dgate' n2, dup' n2
     dn2 = sum_j (dgate Wg + dup Wu)_j + dlogits Wr,  dWr += dlogits' n2;  dh = dy + rms_norm'
 
@@ -29,6 +31,7 @@ from torch import Tensor
 from longctx.cost.dims import LayerKind
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work
+from longctx.kernels.clamped_swiglu import clamped_swiglu_backward_, clamped_swiglu_forward
 from longctx.kernels.grouped_mm import Sorted, combine, slot_dots, sort_slots
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
 from longctx.layer.linear import WeightGradient, weight_sums, wide_mm
@@ -64,13 +67,14 @@ class Experts(OverTiles):
         self._balance = p.schedule.balance
         self._norm, self._shared = Norm(p, "norm2"), SharedExpert.of(p, kept)
         self._gate = given["router"].to(torch.float32 if self._router.in_fp32 else dtype)  # (E, D)
-        bias = given.get("router_bias")
-        self._bias = None if bias is None else bias.float().flatten()  # (E,)
+        self._gate_bias = given.get("router.bias")  # (E,)
+        bias = given.get("choice_bias")
+        self._choice_bias = None if bias is None else bias.float().flatten()  # (E,)
         self._in, self._out = (p.weights.stacks[name] for name in self.stacks)
         if p.gradients is not None:
             grads = p.gradients
-            self._d_gate = WeightGradient(grads.wants("router"))
-            self._d_in, self._d_out = map(grads.stack, self.stacks)
+            self._d_gate = WeightGradient(grads.wants("router"), grads.wants("router.bias"))
+            self._d_in, self._d_out = (grads.stack(n, p.traits.experts) for n in self.stacks)
 
     def keep(self, x: Tensor) -> None:
         """Allocates ids (T, k), and gate and up (T, k, 2 I) if they are kept."""
@@ -114,10 +118,11 @@ class Experts(OverTiles):
         product = self._activated(made)
         v = self._out.inner_grad(narrow, ends, rows)
         a = self._out.input_grad(narrow, v, ends, rows)
-        d_weights = r * slot_dots(a, product)[places]
-        weights = (r * routed.weights).flatten()[order, None].to(a.dtype)
-        self._d_out.add(narrow, product.mul_(weights), v, ends, rows, None)
-        swiglu_backward_(a.mul_(weights), *made.chunk(2, dim=1), activation=self._activation)
+        d_weights = r * self._plus_bias(slot_dots(a, product)[places], narrow, routed)
+        weights = (r * routed.weights).flatten()[order]
+        factor = weights[:, None].to(a.dtype)
+        self._d_out.add(narrow, product.mul_(factor), v, ends, rows, None, weights)
+        self._activated_backward_(a.mul_(factor), made)
         del product, a
         v = self._in.inner_grad(made, ends)
         self._d_in.add(made, n2, v, ends, None, rows)
@@ -127,12 +132,14 @@ class Experts(OverTiles):
             dn2 = self._shared.input_grad_(dn2, narrow, n2, tile)
         d_logits = self._logits_grad(routed, d_weights, tile).to(self._gate.dtype)
         self._d_gate.add(d_logits, n2.to(d_logits.dtype))
-        dn2 = plus_product(dn2.to(d_logits.dtype), d_logits, self._gate)
+        dn2 = dn2.to(d_logits.dtype)
+        dn2 = plus_product(dn2, d_logits, self._gate, out=dn2)
         self._norm.backward(dn2.to(h.dtype), h, onto=onto, out=out)
 
     def finish(self) -> None:
         grads = self._pass.grads
-        grads.put("router", self._d_gate.round(torch.float32)[0])
+        for end, grad in zip(("", ".bias"), self._d_gate.round(torch.float32), strict=True):
+            grads.put(f"router{end}", grad)
         for name, sums in zip(self.stacks, (self._d_in, self._d_out), strict=True):
             for end, grad in sums.finish().items():
                 grads.put(f"{name}{end}", grad)
@@ -151,7 +158,9 @@ class Experts(OverTiles):
     def _routed(self, n2: Tensor, ids: Tensor | None) -> Routed:
         """Chooses the experts of a tile's tokens, unless they are given."""
         logits = wide_mm(n2.to(self._gate.dtype), self._gate.t())
-        ids, weights = route(logits, self._router, self._bias, ids)
+        if self._gate_bias is not None:
+            logits += self._gate_bias
+        ids, weights = route(logits, self._router, self._choice_bias, ids)
         return Routed(logits, ids, weights, sort_slots(ids, self._router.experts))
 
     def _with_shared(
@@ -175,6 +184,12 @@ class Experts(OverTiles):
             found += said.gradient(self._pass.layer, tile)
         return found
 
+    def _plus_bias(self, dots: Tensor, dy: Tensor, routed: Routed) -> Tensor:  # (t, k)
+        """Adds to the gradients of routing weights what comes of the biases of down, <dy, bd>."""
+        if self._out.bias is None:
+            return dots
+        return dots + wide_mm(dy, self._out.bias.t()).gather(1, routed.ids.long())
+
     def _made(self, n2: Tensor, routed: Routed, tile: slice, again: bool = True) -> Tensor:
         """Returns gate and up side by side, (t k, 2 I)."""
         kept = self._kept.get("gate up")
@@ -183,12 +198,21 @@ class Experts(OverTiles):
             return made
         return self._in(n2, routed.slots.ends, routed.slots.rows, out=made)
 
-    @property
-    def _activation(self) -> Any:
-        return self._pass.traits.activation
-
     def _activated(self, made: Tensor) -> Tensor:  # (t k, 2 I) -> (t k, I)
-        return swiglu_forward(*made.chunk(2, dim=1), activation=self._activation)
+        traits = self._pass.traits
+        if traits.experts.clamped is not None:
+            return clamped_swiglu_forward(made, traits.experts.clamped)
+        how: Any = traits.activation
+        return swiglu_forward(*made.chunk(2, dim=1), activation=how)
+
+    def _activated_backward_(self, d_product: Tensor, made: Tensor) -> None:
+        """Turns `made` (t k, 2 I) into its gradient."""
+        traits = self._pass.traits
+        if traits.experts.clamped is not None:
+            clamped_swiglu_backward_(d_product, made, traits.experts.clamped)
+            return
+        how: Any = traits.activation
+        swiglu_backward_(d_product, *made.chunk(2, dim=1), activation=how)
 
     def _normed(self, h: Tensor) -> Tensor:
         return self._norm.forward(h).to(self._pass.schedule.dtype)
@@ -205,6 +229,8 @@ class Experts(OverTiles):
         logits = Work(name="router", flops=routed, nbytes=unit)
         inner = Work(name="gate up", flops=gate_up, rate="grouped", nbytes=gathered + 2 * made)
         sums = weight_sums(s, kind, tokens, 3 * matrix * kind.experts)
+        biases = kind.expert_biases * tokens * s.hidden * kind.experts
+        summed = kind.expert_biases * kind.trains_weights * (gathered + 2 * made)
         ids = Keepable(name="routing", nbytes=2 * slots, always=True, of_tiles=True)
         shared = SharedExpert.cost(s, kind, batch) if kind.shared else Table()
         also = shared.by_name.get("gate up")
@@ -217,6 +243,7 @@ class Experts(OverTiles):
             ),
             backward=(
                 Work(name="router", flops=(2 + kind.trains_weights) * routed, nbytes=3 * unit),
+                Work(name="biases", flops=2 * biases, nbytes=summed),
                 Work(name="down", flops=down, rate="grouped", nbytes=gathered + 6 * made),
                 Work(name="gate up", flops=gate_up, rate="grouped", nbytes=2 * gathered + 2 * made),
                 Work(

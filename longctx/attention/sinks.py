@@ -1,0 +1,32 @@
+"""Attention sinks of a head group, whatever backend attends (kernels/sinks.py has the equations).
+
+A sink belongs to the whole softmax of a query, so it is added once: to the final o and lse of the
+rows of a batch, after what documents, prompts, images and padding merge of several calls.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from longctx.kernels.sinks import add_sinks_, sinks_grad
+
+
+class Sinks(NamedTuple):
+    """The sinks of some heads."""
+
+    logits: Tensor  # (H,)
+    grad: Tensor | None = None  # (H,) fp32: backward adds to it; None if they are frozen
+
+    def of(self, heads: slice) -> Sinks:
+        return Sinks(self.logits[heads], None if self.grad is None else self.grad[heads])
+
+    def add_(self, o: Tensor, lse: Tensor) -> None:  # (T, H, d), (H, T)
+        """Adds the sinks to the result of attention without them."""
+        add_sinks_(o, lse, self.logits)
+
+    def add_grad_(self, do: Tensor, o: Tensor, lse: Tensor) -> None:
+        """Adds to their gradient, from o (T, H, d) and lse (H, T) with sinks."""
+        if self.grad is not None:
+            self.grad.add_(sinks_grad(do, o, lse, self.logits))
