@@ -5,6 +5,7 @@ by expert, and `ends` (E,) are the places behind each expert's last: expert e ha
 ends[e-1]:ends[e], which may be empty, and e(i) is the expert of place i.
 
     grouped_mm      y[i] = x[rows[i]] weight[e(i)]^T (+ bias[e(i)])    forward, the input's gradient
+                           (+ u[i] b[e(i)]^T)                          where experts have adapters
     grouped_outer_  acc[e] (+)= sum_i a[rows_a[i]]^T b[rows_b[i]], i in e's segment    the weight's
     combine         out[t] = onto[t] + scale sum_j weights[t, j] z[places[t, j]]
     slot_dots       d[i] = <a[i], b[i]>                        the gradient of routing weights
@@ -15,7 +16,8 @@ where they are loaded, so no copy of x with k rows a token is made. All sums are
 one order whatever else runs, and each result is rounded once. No atomics.
 
 FLOPs of the first two: 2 n O K. Bytes at 2 an element: grouped_mm at least 2 (E O K + n (K + O)),
-grouped_outer_ 2 n (O + K) and 8 E O K for fp32 sums that are added to.
+grouped_outer_ 2 n (O + K) and 8 E O K for fp32 sums that are added to. What an adapter of rank r
+adds takes 2 n O r FLOPs and 2 n r bytes: y is not read again for it.
 
 Shapes: m rows of an operand, O outputs and K inputs of an expert, D hidden.
 """
@@ -42,6 +44,15 @@ from longctx.kernels.launch import (
 )
 
 _DOT_IN_FP32 = tl.constexpr(INTERPRETED)
+
+
+class LowRank(NamedTuple):
+    """What experts' adapters add to a matmul, u[i] b[e(i)]^T."""
+
+    u: Tensor
+    """(n, r), a row for each place."""
+    b: Tensor
+    """(E, O, r), at any strides."""
 
 
 class Sorted(NamedTuple):
@@ -92,11 +103,20 @@ def grouped_mm_reference(
     ends: Tensor,  # (E,)
     rows: Tensor | None = None,  # (n,)
     bias: Tensor | None = None,  # (E, O)
+    low_rank: LowRank | None = None,
 ) -> Tensor:  # (n, O)
-    """The product of each segment in plain torch, rounded once; differentiable in x, weight and
-    bias."""
-    segments = _gathered(x, rows).tensor_split(ends.tolist()[:-1])
-    products = [_wide(s) @ _wide(w).t() for s, w in zip(segments, weight.unbind(), strict=True)]
+    """The product of each segment in plain torch, rounded once; differentiable in x, weight, bias
+    and low_rank."""
+    cuts = ends.tolist()[:-1]
+
+    def by_expert(rows: Tensor, matrices: Tensor) -> list[Tensor]:
+        pairs = zip(rows.tensor_split(cuts), matrices.unbind(), strict=True)
+        return [_wide(some) @ _wide(matrix).t() for some, matrix in pairs]
+
+    products = by_expert(_gathered(x, rows), weight)
+    if low_rank is not None:
+        added = by_expert(*low_rank)
+        products = [y + more for y, more in zip(products, added, strict=True)]
     if bias is not None:
         products = [y + _wide(b) for y, b in zip(products, bias.unbind(), strict=True)]
     return torch.cat([y.to(x.dtype) for y in products])
@@ -168,6 +188,8 @@ def _mm_tile(
     x_ptr,
     weight_ptr,  # (width, K), the expert's
     bias_ptr,  # (width,), the expert's
+    b_ptr,  # (width, r), the expert's
+    u_ptr,
     rows_ptr,
     out_ptr,
     first,
@@ -175,11 +197,16 @@ def _mm_tile(
     n,
     width,
     K,
+    r,
     stride_x,
     stride_weight,
+    stride_u,
+    stride_b,
+    stride_rank,
     stride_out,
     HAS_ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    RANKS: tl.constexpr,
     BY_INPUTS: tl.constexpr,
     EVEN_WIDTH: tl.constexpr,
     EVEN_INPUTS: tl.constexpr,
@@ -220,6 +247,17 @@ def _mm_tile(
             weight_ptrs += DEPTH
         else:
             weight_ptrs += DEPTH * stride_weight
+    if RANKS:
+        rank = tl.arange(0, RANKS)
+        own = tl.minimum(place, end - 1).to(tl.int64)
+        u_ptrs = u_ptr + own[:, None] * stride_u + rank[None, :]
+        b_ptrs = b_ptr + column[None, :] * stride_b + rank[:, None] * stride_rank
+        for k in range(0, r, RANKS):
+            u = tl.load(u_ptrs, mask=rank[None, :] < r - k, other=0.0)
+            there = (column[None, :] < width) & (rank[:, None] < r - k)
+            total = _dot(u, tl.load(b_ptrs, mask=there, other=0.0), total)
+            u_ptrs += RANKS
+            b_ptrs += RANKS * stride_rank
     if HAS_BIAS:
         total += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     out_ptrs = out_ptr + place.to(tl.int64)[:, None] * stride_out + column[None, :]
@@ -234,18 +272,26 @@ def _mm_kernel(
     x_ptr,  # (m, K), rows at a stride
     weight_ptr,  # (E, width, K)
     bias_ptr,  # (E, width)
+    b_ptr,  # (E, width, r)
+    u_ptr,  # (n, r), rows at a stride
     ends_ptr,  # (E,) int32
     rows_ptr,  # (n,) int32
     out_ptr,  # (n, width), rows at a stride
     experts,
     width,
     K,
+    r,
     stride_x,
     stride_expert,
     stride_weight,
+    stride_u,
+    stride_b_expert,
+    stride_b,
+    stride_rank,
     stride_out,
     HAS_ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    RANKS: tl.constexpr,
     BY_INPUTS: tl.constexpr,
     EVEN_WIDTH: tl.constexpr,
     EVEN_INPUTS: tl.constexpr,
@@ -276,17 +322,22 @@ def _mm_kernel(
     first = start + m * ROWS
     weight_ptr += expert.to(tl.int64) * stride_expert
     bias_ptr += expert * width
+    b_ptr += expert.to(tl.int64) * stride_b_expert
     if HALVES:
         if end - first <= ROWS // 2:
             _mm_tile(
-                *(x_ptr, weight_ptr, bias_ptr, rows_ptr, out_ptr, first, end, n, width, K),
-                *(stride_x, stride_weight, stride_out, HAS_ROWS, HAS_BIAS, BY_INPUTS),
+                *(x_ptr, weight_ptr, bias_ptr, b_ptr, u_ptr, rows_ptr, out_ptr),
+                *(first, end, n, width, K, r),
+                *(stride_x, stride_weight, stride_u, stride_b, stride_rank, stride_out),
+                *(HAS_ROWS, HAS_BIAS, RANKS, BY_INPUTS),
                 *(EVEN_WIDTH, EVEN_INPUTS, ROWS // 2, BLOCK, DEPTH, STAGES),
             )
             return
     _mm_tile(
-        *(x_ptr, weight_ptr, bias_ptr, rows_ptr, out_ptr, first, end, n, width, K),
-        *(stride_x, stride_weight, stride_out, HAS_ROWS, HAS_BIAS, BY_INPUTS),
+        *(x_ptr, weight_ptr, bias_ptr, b_ptr, u_ptr, rows_ptr, out_ptr),
+        *(first, end, n, width, K, r),
+        *(stride_x, stride_weight, stride_u, stride_b, stride_rank, stride_out),
+        *(HAS_ROWS, HAS_BIAS, RANKS, BY_INPUTS),
         *(EVEN_WIDTH, EVEN_INPUTS, ROWS, BLOCK, DEPTH, STAGES),
     )
 
@@ -446,13 +497,14 @@ def grouped_mm(
     *,
     rows: Tensor | None = None,  # (n,) int32; None: row i of x for place i, and n = m
     bias: Tensor | None = None,  # (E, O); None: zeros
+    low_rank: LowRank | None = None,
     out: Tensor | None = None,  # (n, O), rows at any stride, written
     config: TileConfig | None = None,
 ) -> Tensor:  # (n, O)
-    """y[i] = x[rows[i]] weight[e(i)]^T + bias[e(i)] for every place i, in x's dtype. Not
-    differentiable.
+    """y[i] = x[rows[i]] weight[e(i)]^T + bias[e(i)] + u[i] b[e(i)]^T for every place i, in x's
+    dtype. Not differentiable.
 
-    bf16, fp16 or fp32, x and weight of one dtype; fp32 is multiplied as fp32 and not as TF32. The
+    bf16, fp16 or fp32, all of one dtype but bias; fp32 is multiplied as fp32 and not as TF32. The
     input's gradient is the same product with `weight.transpose(1, 2)`. ends[E-1] must be n: ends
     and rows are not checked, which would wait for the GPU. `config` replaces the tiles of
     `mm_config`.
@@ -470,8 +522,11 @@ def grouped_mm(
         raise ValueError(f"x, weight and out must have one dtype, got {names}")
     if bias is not None:
         check_shape("bias", bias, (experts, width))
-    if not runs_kernel(x, weight, ends, rows, bias, out):
-        return out.copy_(grouped_mm_reference(x, weight, ends, rows, bias))
+    u, b = low_rank or (None, None)
+    if u is not None and b is not None:
+        _check_low_rank(u, b, x, (n, experts, width))
+    if not runs_kernel(x, weight, ends, rows, bias, u, b, out):
+        return out.copy_(grouped_mm_reference(x, weight, ends, rows, bias, low_rank))
     check_float("x", x)
     if bias is not None:
         check_float("bias", bias)
@@ -490,11 +545,15 @@ def grouped_mm(
         with on_device(x):
             _mm_kernel[(programs,)](
                 *(x, weight, x if bias is None else bias.contiguous()),
+                *(x if b is None else b, x if u is None else u),
                 *(ends, ends if rows is None else rows, out),
-                *(experts, width, inputs, x.stride(0), weight.stride(0)),
-                *(weight.stride(1 if by_inputs else 2), out.stride(0)),
+                *(experts, width, inputs, 0 if u is None else u.shape[1]),
+                *(x.stride(0), weight.stride(0), weight.stride(1 if by_inputs else 2)),
+                *(0 if u is None else u.stride(0), *((0, 0, 0) if b is None else b.stride())),
+                out.stride(0),
                 HAS_ROWS=rows is not None,
                 HAS_BIAS=bias is not None,
+                RANKS=0 if u is None else _ranks(u.shape[1]),
                 BY_INPUTS=by_inputs,
                 EVEN_WIDTH=width % config.block == 0,
                 EVEN_INPUTS=inputs % config.depth == 0,
@@ -503,6 +562,21 @@ def grouped_mm(
                 **config.constants(),
             )
     return out
+
+
+def _check_low_rank(u: Tensor, b: Tensor, x: Tensor, sizes: tuple[int, int, int]) -> None:
+    n, experts, width = sizes
+    check_shape("u", u, (n, u.shape[-1]))
+    check_shape("b", b, (experts, width, u.shape[-1]))
+    check_rows("u", u)
+    for name, tensor in (("u", u), ("b", b)):
+        if tensor.dtype != x.dtype:
+            raise ValueError(f"{name} must have dtype {x.dtype}, got {tensor.dtype}")
+
+
+def _ranks(r: int) -> int:
+    """Returns the ranks of an adapter that a program multiplies at a time."""
+    return int(min(MOST_RANKS, max(LEAST_RANKS, triton.next_power_of_2(r))))
 
 
 def grouped_outer_(
@@ -734,5 +808,8 @@ def outer_config(
     return TileConfig(rows=128, block=128, depth=64, num_warps=8, num_stages=3)
 
 
+LEAST_RANKS, MOST_RANKS = 16, 64
+"""The inner dimension of a matmul on tensor cores is at least 16; more than 64 would not fit beside
+the tiles."""
 COMBINE = Config(block=1024, num_warps=4, fp_fusion=False)
 DOTS = Config(block=512, num_warps=4, rows=4)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.clamped_swiglu import Clamped
-from longctx.kernels.grouped_mm import grouped_mm, grouped_outer_
+from longctx.kernels.grouped_mm import LowRank, grouped_mm, grouped_outer_
 from longctx.kernels.grouped_sum import grouped_sum_
 
 
@@ -59,9 +59,9 @@ class Stack:
     def __call__(
         self, x: Tensor, ends: Tensor, rows: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:  # (n, O)
-        y = grouped_mm(x, self.weight, ends, rows=rows, bias=self.bias, out=out)
         u = self.inner(x, ends, rows)
-        return y if u is None or self.b is None else y.add_(grouped_mm(u, self.b, ends))
+        added = None if u is None or self.b is None else LowRank(u, self.b)
+        return grouped_mm(x, self.weight, ends, rows=rows, bias=self.bias, low_rank=added, out=out)
 
     def inner(self, x: Tensor, ends: Tensor, rows: Tensor | None = None) -> Tensor | None:
         """Returns u (n, r); None without an adapter."""
@@ -76,10 +76,8 @@ class Stack:
     def input_grad(
         self, dy: Tensor, v: Tensor | None, ends: Tensor, rows: Tensor | None = None
     ) -> Tensor:  # (n, K)
-        dx = grouped_mm(dy, self.weight.transpose(1, 2), ends, rows=rows)
-        if v is None or self.a is None:
-            return dx
-        return dx.add_(grouped_mm(v, self.a.transpose(1, 2), ends))
+        added = None if v is None or self.a is None else LowRank(v, self.a.transpose(1, 2))
+        return grouped_mm(dy, self.weight.transpose(1, 2), ends, rows=rows, low_rank=added)
 
 
 class _Sum:

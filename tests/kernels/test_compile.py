@@ -274,15 +274,20 @@ def _grouped_cases(grouped_mm, t: str):
         for kib in (99, 163)
     }
     for c in configs:
-        pointers = {f"{n}_ptr": p for n in ("x", "weight", "bias", "out")} | {"rows_ptr": "*i32"}
+        pointers = {f"{n}_ptr": p for n in ("x", "weight", "bias", "u", "b", "out")}
         strides = {"stride_x": 2048, "stride_expert": 2**21, "stride_weight": 2048}
-        arguments = pointers | slots | strides | c.constants() | {"stride_out": 1536}
-        for name, by_inputs, even, biased in (
-            ("", True, True, False),
-            ("_transposed", False, False, False),
-            ("_biased", False, False, True),
+        strides |= {"stride_u": 16, "stride_b_expert": 2**15, "stride_b": 16, "stride_rank": 1}
+        arguments = pointers | slots | strides | c.constants()
+        arguments |= {"rows_ptr": "*i32", "r": 16, "stride_out": 1536}
+        for name, by_inputs, even, biased, ranks in (
+            ("", True, True, False, 0),
+            ("_transposed", False, False, False, 0),
+            ("_biased", False, False, True, 0),
+            ("_adapted", True, True, False, grouped_mm.LEAST_RANKS),
+            ("_adapted_widely", False, True, False, grouped_mm.MOST_RANKS),
         ):
-            how = {"HAS_ROWS": by_inputs, "BY_INPUTS": by_inputs, "HAS_BIAS": biased}
+            how = {"HAS_ROWS": by_inputs, "BY_INPUTS": by_inputs}
+            how |= {"HAS_BIAS": biased, "RANKS": ranks}
             how |= {"EVEN_WIDTH": even, "EVEN_INPUTS": even, "HALVES": c.halves}
             yield f"grouped_mm{name}", grouped_mm._mm_kernel, t, arguments | how, c
     configs = {
@@ -404,6 +409,8 @@ def test_every_kernel_compiles_for_both_architectures(reports):
         "grouped_mm",
         "grouped_mm_transposed",
         "grouped_mm_biased",
+        "grouped_mm_adapted",
+        "grouped_mm_adapted_widely",
         "grouped_outer",
         "grouped_sum",
         "clamped_swiglu_forward",

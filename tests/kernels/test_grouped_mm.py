@@ -8,6 +8,7 @@ from torch import Tensor
 
 from exactness import DEVICE, DTYPES, assert_exact
 from longctx.kernels.grouped_mm import (
+    LowRank,
     TileConfig,
     combine,
     grouped_mm,
@@ -121,6 +122,29 @@ def test_a_bias_is_added_before_rounding(dtype, plain, request) -> None:
         for t in (torch.double, torch.float)
     )
     assert_exact("y", y, naive.to(dtype), truth)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
+@pytest.mark.parametrize("r", [3, 70])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_adapter_is_added_before_rounding(dtype, r, plain, request) -> None:
+    """Its second factor may be transposed: the gradient of an expert's input has such a one."""
+    if plain:
+        request.getfixturevalue("reference_kernels")
+    torch.manual_seed(r)
+    counts = [1, 0, 20]
+    n, experts = sum(counts), len(counts)
+    x, weight = draw(7, 16, dtype=dtype), draw(experts, 40, 16, dtype=dtype)
+    rows, u, b = rows_of(n, 7), draw(n, r, dtype=dtype), draw(experts, r, 40, dtype=dtype)
+    truth, naive = (
+        mm_loop(x[rows].to(t), weight.to(t), counts)
+        + mm_loop(u.to(t), b.to(t).transpose(1, 2), counts)
+        for t in (torch.double, torch.float)
+    )
+    for second in (b.transpose(1, 2), b.transpose(1, 2).contiguous()):
+        low_rank = LowRank(u, second)
+        y = grouped_mm(x, weight, ends_of(counts), rows=rows, low_rank=low_rank, config=SMALL)
+        assert_exact("y", y, naive.to(dtype), truth)
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -324,6 +348,14 @@ WRONG = [
     ({"ends": torch.zeros(2, dtype=torch.int64)}, "ends must be int32, got torch.int64"),
     ({"rows": torch.zeros(6)}, "rows must be int32, got torch.float32"),
     ({"out": torch.zeros(5, 4)}, r"out must have shape \(6, 4\), got \(5, 4\)"),
+    (
+        {"low_rank": (torch.zeros(6, 2), torch.zeros(2, 2, 4))},
+        r"b must have shape \(2, 4, 2\), got \(2, 2, 4\)",
+    ),
+    (
+        {"low_rank": (torch.zeros(6, 2).half(), torch.zeros(2, 4, 2))},
+        "u must have dtype torch.float32, got torch.float16",
+    ),
 ]
 
 
@@ -331,7 +363,11 @@ WRONG = [
 def test_wrong_arguments_of_a_product(change, message) -> None:
     given = {"x": torch.zeros(6, 8), "weight": torch.zeros(2, 4, 8)}
     given |= {"ends": torch.tensor([3, 6], dtype=torch.int32)} | change
-    given = {name: x.to(DEVICE) for name, x in given.items()}
+    given = {name: x.to(DEVICE) for name, x in given.items() if name != "low_rank"} | {
+        name: LowRank(*(x.to(DEVICE) for x in pair))
+        for name, pair in given.items()
+        if name == "low_rank"
+    }
     with pytest.raises(ValueError, match=message):
         grouped_mm(**given)
 
