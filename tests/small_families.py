@@ -155,7 +155,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5_moe": (
         "ernie4_5_moe",
         dict(moe_num_experts=6, moe_k=3, moe_intermediate_size=48, moe_num_shared_experts=2)
-        | dict(moe_layer_start_index=0, moe_layer_interval=2, moe_layer_end_index=1)
+        | dict(moe_layer_start_index=1, moe_layer_interval=3)
         | dict(moe_norm_min=0.6, use_bias=True, **_LOOP),
     ),
     "olmoe": (

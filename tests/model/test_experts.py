@@ -180,6 +180,15 @@ def test_a_family_without_an_auxiliary_loss_gets_none(capsys) -> None:
     assert "calls with output_router_logits" in capsys.readouterr().out
 
 
+def test_a_shared_expert_is_a_setting(capsys) -> None:
+    """ERNIE 4.5 may have none."""
+    models = trio("ernie4_5_moe", torch.float32, moe_num_shared_experts=0)
+    assert models[2].model.layers[2].mlp.shared_experts is None
+    truth, naive, ours = (run(model, batch([[48]])) for model in models)
+    assert_exact_run(ours, naive, truth, torch.float32)
+    assert "Hugging Face's layers" not in capsys.readouterr().out
+
+
 def test_hugging_faces_layers_have_the_auxiliary_loss_too(capsys) -> None:
     """Of the logits that Hugging Face's layers return, where a hook keeps the schedule away."""
     _, naive, ours = trio("mixtral", torch.float32, router_aux_loss_coef=COEFFICIENT)

@@ -324,6 +324,7 @@ ELSEWHERE = {
     *("use_qk_norm", "q_norm", "k_norm"),  # Cohere's, which _undeclared finds
     *("num_experts", "num_experts_per_tok", "router_aux_loss_coef"),  # of the auxiliary loss
     *("num_local_experts", "top_k", "hidden_dim", "norm_topk_prob", "jitter_noise"),  # routers'
+    *("num_group", "topk_group", "routed_scaling_factor", "norm_min"),  # routers', too
     "_norm",  # Gemma's norm, a method
     "_apply_gate",  # GPT-OSS's experts, a method, whose numbers _other_experts compares
     "_deepstack_process",  # Qwen3-VL's images
