@@ -218,6 +218,7 @@ def test_rows_of_other_experts_do_not_matter() -> None:
     assert acc[0].isfinite().all() and acc[2].isfinite().all()
 
 
+@pytest.mark.gpu
 def test_tiles_do_not_change_a_row() -> None:
     """A row's bits depend on neither its place in a tile nor the slots of others."""
     x, weight = draw(40, 64, dtype=torch.float32), draw(1, 32, 64, dtype=torch.float32)

@@ -26,6 +26,7 @@ from longctx.lora.adapters import add_adapters, check_lora, expert_stacks
 from longctx.lora.quantise import check_experts, quantise_, quantise_shapes_, round_to_nf4_
 from longctx.model.blocks import state_blocks
 from longctx.model.families import layers_of
+from longctx.model.positions import keep_documents_apart
 from longctx.model.stand_ins import shaped_experts
 from longctx.options.config import ModelArguments
 from longctx.plan.predict import Run, Subject
@@ -36,7 +37,9 @@ peft = pytest.importorskip("peft")
 bitsandbytes = pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.usefixtures("plain_kernels")
 DEVICE = torch.device(DEVICE)
-ROUTER, SAFE = "mlp.gate.weight", "adapter_model.safetensors"
+SAFE = "adapter_model.safetensors"
+WIDE = ("mlp.gate.weight", "mlp.router.weight", "_bias")
+"""How the names of routers and of biases of experts end, which stay as they are."""
 
 
 def arguments(**more: Any) -> ModelArguments:
@@ -78,6 +81,8 @@ def test_the_bits_are_those_of_dense_weights_with_these_values(family, capsys) -
     """And the gradients PEFT's, whose own forward runs over the dense weights."""
     rounded, packed = pair(family)
     theirs = copy.deepcopy(rounded)
+    theirs.get_base_model().config.use_cache = False
+    keep_documents_apart(theirs.get_base_model())
     for model in (rounded, packed):
         longctx.patch(model, tile_tokens=31, keep="o", strict=True)
     inputs = batch(PACKED)
@@ -86,7 +91,7 @@ def test_the_bits_are_those_of_dense_weights_with_these_values(family, capsys) -
     truth_loss, truth = gradients(theirs, inputs)
     assert torch.equal(loss, dense_loss) and relative_error(loss, truth_loss) < 1e-6
     assert grads.keys() == dense.keys() == truth.keys()
-    assert sum("experts" in name for name in grads) >= 8
+    assert sum("experts" in name for name in grads) >= 4
     for name, grad in grads.items():
         assert torch.equal(grad, dense[name]), name
         assert relative_error(grad, truth[name]) < 1e-5, name
@@ -156,7 +161,7 @@ def test_no_expert_stays_in_16_bits(family, dtype, saved) -> None:
     truth = made(family).to(getattr(torch, dtype))
     model = loaded(saved[family], dtype=dtype)
     whole, stacks = expert_stacks(truth), expert_stacks(model)
-    assert stacks.keys() == whole.keys() and len(stacks) >= 4
+    assert stacks.keys() == whole.keys() and len(stacks) >= 2
     for name, stack in stacks.items():
         packed, state = bitsandbytes.functional.quantize_4bit(
             whole[name].data, quant_type="nf4", compress_statistics=True
@@ -167,7 +172,7 @@ def test_no_expert_stays_in_16_bits(family, dtype, saved) -> None:
         assert stack.quant_state.dtype == getattr(torch, dtype)
     layers: Any = model.get_base_model().model.layers
     wide = {n for n, p in layers.named_parameters() if p.dim() > 1 and p.dtype != torch.uint8}
-    assert all(name.endswith(ROUTER) or "lora_" in name for name in wide)
+    assert all(name.endswith(WIDE) or "lora_" in name for name in wide)
 
 
 def live_bytes() -> int:
