@@ -252,7 +252,7 @@ def _mm_tile(
         own = tl.minimum(place, end - 1).to(tl.int64)
         u_ptrs = u_ptr + own[:, None] * stride_u + rank[None, :]
         b_ptrs = b_ptr + column[None, :] * stride_b + rank[:, None] * stride_rank
-        for k in range(0, r, RANKS):
+        for k in tl.range(0, r, RANKS, num_stages=1):
             u = tl.load(u_ptrs, mask=rank[None, :] < r - k, other=0.0)
             there = (column[None, :] < width) & (rank[:, None] < r - k)
             total = _dot(u, tl.load(b_ptrs, mask=there, other=0.0), total)
