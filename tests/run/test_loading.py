@@ -115,6 +115,8 @@ def test_flash_attn_4_of_hugging_face_is_made_ready_too(class_type, monkeypatch)
         ("ministral-3-8b", 8_489_553_920, "Ministral3DecoderLayer"),
         ("glm-4-9b", 9_400_279_040, "Glm4DecoderLayer"),
         ("command-r7b", 8_028_033_024, "Cohere2DecoderLayer"),
+        ("gpt-oss-20b", 20_914_757_184, "GptOssDecoderLayer"),
+        ("gpt-oss-120b", 116_829_156_672, "GptOssDecoderLayer"),
     ],
 )
 def test_presets_have_the_published_sizes(preset: str, parameters: int, layer: str) -> None:
