@@ -196,6 +196,7 @@ def _class_types(inputs: Inputs) -> Iterator[Case]:
 def _experts(inputs: Inputs) -> Iterator[Case]:
     """Mixtures: tiny with its checkpoints, one of published size with adapters, and two engines."""
     moe = ("--preset", "tiny-moe", "--seq_len", "2048", "--max_steps", "4")
+    oss = ("--preset", "tiny-gpt-oss", *moe[2:])
     runs: dict[str, Words] = {
         "experts": (*TRAIN, *moe, *SAVES),
         "experts_lora": (*TRAIN, *moe, *LORA),
@@ -206,6 +207,9 @@ def _experts(inputs: Inputs) -> Iterator[Case]:
         "experts_zero3": torchrun(1, *moe, "--deepspeed", "zero3"),
         "experts_fsdp2": accelerate(1, "fsdp_configs/fsdp2.yaml", *moe),
         "experts_vanilla": (*TRAIN, *moe, "--class_type", "vanilla"),
+        "gpt_oss": (*TRAIN, *oss, *SAVES),
+        "gpt_oss_lora": (*TRAIN, *oss, *LORA),
+        "gpt_oss_fsdp2": accelerate(1, "fsdp_configs/fsdp2.yaml", *oss),
     }
     for name, command in runs.items():
         vanilla = "--class_type" in command

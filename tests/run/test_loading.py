@@ -118,6 +118,8 @@ def test_flash_attn_4_of_hugging_face_is_made_ready_too(class_type, monkeypatch)
         ("qwen1.5-moe-a2.7b", 14_315_784_192, "Qwen2MoeDecoderLayer"),
         ("glm-4.5-air", 106_852_245_504, "Glm4MoeDecoderLayer"),
         ("ernie-4.5-21b-a3b", 21_825_437_888, "Ernie4_5_MoeDecoderLayer"),
+        ("gpt-oss-20b", 20_914_757_184, "GptOssDecoderLayer"),
+        ("gpt-oss-120b", 116_829_156_672, "GptOssDecoderLayer"),
     ],
 )
 def test_presets_have_the_published_sizes(preset: str, parameters: int, layer: str) -> None:
