@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import Mxfp4Config, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.utils.quantization_config import Mxfp4Config
 
 from longctx.errors import UserError
 from longctx.loading.weights import quantization
