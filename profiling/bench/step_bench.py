@@ -9,6 +9,8 @@ peaks.
         --output profiling/results/h100_x4_shared_step.json -- --lr_scheduler_type constant
     python profiling/bench/step_bench.py --cases states --output h100_states_step.json
     python profiling/bench/step_bench.py --cases lora --output profiling/results/h200_lora_step.json
+    python profiling/bench/step_bench.py --cases experts --repeats 1 \
+        --output profiling/results/h200_experts_step.json -- --lr_scheduler_type constant
     python profiling/bench/step_bench.py --cases dpo --output profiling/results/h200_dpo_step.json
     python profiling/bench/step_bench.py --cases longest \
         --output profiling/results/h200_longest_step.json
@@ -96,6 +98,7 @@ DEFAULTS: Case = {
 LIGER = dict(class_type="liger", backend="fa4", checkpointing="selective")
 EXACT = dict(engine="plain", offload="auto", backend="fa4")
 LORA, NF4 = dict(lora=16), dict(lora=16, quantize="nf4")
+MIXTURE = dict(**EXACT, lora=16, preset="qwen3-30b-a3b", layers=48)
 PEER = dict(engine="plain", **LIGER)
 FSDP2 = dict(engine="fsdp2", backend="fa4", offload="auto")
 X4 = dict(**FSDP2, gpus=4, sequence_parallel=4)
@@ -146,6 +149,12 @@ PUBLISHED: dict[str, list[Case]] = {
         dict(**PEER, **LORA, offload="all"),
         dict(**PEER, **NF4, offload="all"),
         dict(**PEER, **NF4, offload="none"),
+    ],
+    "experts": [
+        dict(**MIXTURE, tokens=8192),
+        dict(**MIXTURE, tokens=131072, gpu_gib=40, host_memory_gib=150),
+        dict(**MIXTURE, quantize="nf4", tokens=131072, gpu_gib=20, host_memory_gib=110),
+        dict(**EXACT, lora=16, preset="gpt-oss-20b", layers=24, tokens=131072),
     ],
     "dpo": [  # beside one row of as many tokens
         dict(**EXACT, tokens=132096),

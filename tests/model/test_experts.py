@@ -213,7 +213,8 @@ def test_hugging_faces_layers_have_the_auxiliary_loss_too(capsys) -> None:
         torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6)
 
 
-def test_a_shared_prompt_counts_as_often_as_it_has_answers() -> None:
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_a_shared_prompt_counts_as_often_as_it_has_answers(family) -> None:
     """In the auxiliary loss, as in rows of which each has its own prompt."""
     changes = dict(router_aux_loss_coef=COEFFICIENT)
     draw = torch.Generator().manual_seed(1)
@@ -221,8 +222,8 @@ def test_a_shared_prompt_counts_as_often_as_it_has_answers() -> None:
     rows = [torch.cat([prompt, torch.randint(211, (9,), generator=draw)]) for _ in range(3)]
     ids = torch.stack(rows).to(DEVICE)
     inputs = dict(input_ids=ids, labels=ids, output_router_logits=True)
-    _, apart, _ = trio("mixtral", torch.float32, {}, **changes)
-    _, _, ours = trio("mixtral", torch.float32, dict(share_prefixes=True), **changes)
+    _, apart, _ = trio(family, torch.float32, {}, **changes)
+    _, _, ours = trio(family, torch.float32, dict(share_prefixes=True), **changes)
     wanted, found = gradients(apart, inputs), gradients(ours, inputs)
     torch.testing.assert_close(found[0], wanted[0])
     for name, grad in wanted[1].items():
