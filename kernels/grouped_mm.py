@@ -808,8 +808,8 @@ def outer_config(
     return TileConfig(rows=128, block=128, depth=64, num_warps=8, num_stages=3)
 
 
-LEAST_RANKS, MOST_RANKS = 16, 64
-"""The inner dimension of a matmul on tensor cores is at least 16; more than 64 would not fit beside
-the tiles."""
+LEAST_RANKS, MOST_RANKS = 16, 32
+"""The inner dimension of a matmul on tensor cores is at least 16; more than 32 would not fit into
+an A100's registers beside the tiles."""
 COMBINE = Config(block=1024, num_warps=4, fp_fusion=False)
 DOTS = Config(block=512, num_warps=4, rows=4)

@@ -51,6 +51,7 @@ from longctx.model.families import (
     Family,
     base_of,
     embedding_multiplier,
+    family_of,
     final_norm_spec,
     head_of,
     known_family,
@@ -937,8 +938,8 @@ def layer_forward(
     **kwargs: Any,
 ) -> Tensor:
     if schedule is None or family is None:
-        has_experts = known_family(self).router is not None
-        with dense_experts(self) if has_experts else nullcontext():
+        known = family_of(self)
+        with dense_experts(self) if known and known.router else nullcontext():
             return type(self).forward(self, hidden_states, *args, **kwargs)
     weights, adapters = layer_weights(self, family), layer_adapters(self, family)
     given = with_adapters(weights, adapters, layers_above, lambda: schedule.seed)

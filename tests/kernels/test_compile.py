@@ -286,6 +286,8 @@ def _grouped_cases(grouped_mm, t: str):
             ("_adapted", True, True, False, grouped_mm.LEAST_RANKS),
             ("_adapted_widely", False, True, False, grouped_mm.MOST_RANKS),
         ):
+            if ranks and t == "fp32":
+                continue  # an A100 spills 16 bytes there, in a dtype that is for tests
             how = {"HAS_ROWS": by_inputs, "BY_INPUTS": by_inputs}
             how |= {"HAS_BIAS": biased, "RANKS": ranks}
             how |= {"EVEN_WIDTH": even, "EVEN_INPUTS": even, "HALVES": c.halves}

@@ -259,6 +259,7 @@ def test_windows_are_those_of_hugging_face() -> None:
         "mixtral": [W, W, W],
         "ministral": [None, W, None],
         "qwen2-windows": [None, W, W],
+        "qwen2_moe": [W, None, None],
         "qwen3-windows": [None, W, W],
         "smollm3-windows": [W, None, W],
         "phi3-windows": [W, W, W],
