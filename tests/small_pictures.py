@@ -294,8 +294,6 @@ def assert_as_each_alone(found: Run, naive: Any, alone: Callable[[Any], Run]) ->
     loss, grads = found
     assert {*grads} == {*truth[1]}
     for name in [name for name in truth[1] if ".k_proj." in name and "tower" in name]:
-        del truth[1][
-            name
-        ]  # 0 but for rounding, or nearly: softmax ignores what keys share
+        del truth[1][name]  # 0 but for rounding, or nearly: softmax ignores what keys share
     ours = loss.detach(), {name: grads[name] for name in truth[1]}
     assert_exact_run(ours, alone(naive), truth, torch.float32)
