@@ -47,7 +47,8 @@ _DOT_IN_FP32 = tl.constexpr(INTERPRETED)
 
 
 class LowRank(NamedTuple):
-    """What experts' adapters add to a matmul, u[i] b[e(i)]^T."""
+    """The two factors of what experts' adapters add to the result of `grouped_mm`: u[i] b[e(i)]^T
+    to row i, whose expert is e(i)."""
 
     u: Tensor
     """(n, r), a row for each place."""

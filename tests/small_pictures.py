@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from exactness import relative_error
 from longctx.data.pictures.processor import Pictures
 from longctx.data.rows import Sight, build_dataset, pictures_of
 from longctx.options.config import DataArguments, TrainArguments
@@ -293,7 +294,11 @@ def assert_as_each_alone(found: Run, naive: Any, alone: Callable[[Any], Run]) ->
     truth = alone(cast(copy.deepcopy(naive), torch.float64))
     loss, grads = found
     assert {*grads} == {*truth[1]}
-    for name in [name for name in truth[1] if ".k_proj." in name and "tower" in name]:
-        del truth[1][name]  # 0 but for rounding, or nearly: softmax ignores what keys share
-    ours = loss.detach(), {name: grads[name] for name in truth[1]}
-    assert_exact_run(ours, alone(naive), truth, torch.float32)
+    for name in [name for name in truth[1] if name.endswith("k_proj.bias") and "tower" in name]:
+        del truth[1][name]  # 0 but for rounding
+    ours, plain = (loss.detach(), {name: grads[name] for name in truth[1]}), alone(naive)
+    # A softmax takes away what all keys share: how exact what is left is depends on the processor.
+    for name in [name for name in truth[1] if name.endswith("k_proj.weight") and "tower" in name]:
+        true, naively, found = (run[1].pop(name) for run in (truth, plain, ours))
+        assert relative_error(found, true) < 1.5 * relative_error(naively, true), name
+    assert_exact_run(ours, plain, truth, torch.float32)

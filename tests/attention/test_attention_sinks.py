@@ -53,7 +53,7 @@ def plain(tensors: list[Tensor], mask: Tensor) -> list[Tensor]:
 def run(
     attention: Attention, tensors: list[Tensor], documents: Documents, window: int | None
 ) -> list[Tensor]:
-    """The same as a layer gets them: dq takes the place of o."""
+    """A layer's attention gives the same o, lse and gradients, with dq written over o."""
     q, k, v, sinks, do = tensors
     o, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q), device=DEVICE)
     given = Sinks(sinks, torch.zeros(len(sinks), device=DEVICE))

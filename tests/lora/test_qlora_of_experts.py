@@ -57,7 +57,7 @@ def made(family: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def adapted(model: Any, **more: Any) -> Any:
-    """With adapters that add something to every weight."""
+    """Returns the model with random adapters, each of which changes what its weight gives."""
     model, _ = add_adapters(model, arguments(**more))
     torch.manual_seed(3)
     with torch.no_grad():
@@ -78,7 +78,8 @@ def pair(family: str, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_the_bits_are_those_of_dense_weights_with_these_values(family, capsys) -> None:
-    """And the gradients PEFT's, whose own forward runs over the dense weights."""
+    """Experts in 4 bits give the loss and gradients of dense experts with the same values, bit by
+    bit, and those of PEFT's own forward over the dense ones to rounding."""
     rounded, packed = pair(family)
     theirs = copy.deepcopy(rounded)
     theirs.get_base_model().config.use_cache = False
@@ -186,7 +187,8 @@ def live_bytes() -> int:
 
 @pytest.mark.parametrize("how", ["read", "in memory"])
 def test_one_stack_at_a_time_is_there_in_16_bits(how, tmp_path, monkeypatch) -> None:
-    """Of a model of 4 layers, read or quantised in memory."""
+    """While a model of 4 layers is read, or quantised in memory, one stack of experts at a time is
+    there in 16 bits."""
     model = AutoModelForCausalLM.from_config(family_config("mixtral", num_hidden_layers=4))
     model.save_pretrained(tmp_path)
     stacks = [stack.nbytes for stack in expert_stacks(model).values()]
@@ -211,7 +213,8 @@ def test_one_stack_at_a_time_is_there_in_16_bits(how, tmp_path, monkeypatch) -> 
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_a_plan_counts_the_bytes_of_the_run(family, saved) -> None:
-    """Of each block, packed weights with their scales; and what MFU counts is not packed."""
+    """A plan counts each block's packed weights with their scales as the run has them, and MFU is
+    of the weights before they were packed."""
     model = loaded(saved[family], dtype="bfloat16")
     config = family_config(family)
     found = state_blocks(model, movable=True)

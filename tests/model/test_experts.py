@@ -202,7 +202,8 @@ def test_a_shared_expert_is_a_setting(capsys) -> None:
 
 
 def test_hugging_faces_layers_have_the_auxiliary_loss_too(capsys) -> None:
-    """Of the logits that Hugging Face's layers return, where a hook keeps the schedule away."""
+    """Where a hook keeps the schedule away, Hugging Face's layers return the routers' logits, of
+    which the auxiliary loss is made."""
     _, naive, ours = trio("mixtral", torch.float32, router_aux_loss_coef=COEFFICIENT)
     inputs = batch([[48]]) | dict(output_router_logits=True)
     ours.model.layers[0].register_forward_hook(lambda *_: None)
