@@ -28,7 +28,8 @@ from longctx.errors import UserError, counted
 from longctx.model.adapters import inside_peft, within
 from longctx.model.blocks import decoder_layers
 from longctx.model.classes import is_classifier, without_storage
-from longctx.model.families import base_of, is_stack, layers_of, part_of
+from longctx.model.families import base_of, layers_of
+from longctx.model.family import is_stack, part_of
 from longctx.model.matrices import linears, stacks
 from longctx.model.stand_ins import shaped_experts
 from longctx.model.strangers import why_not_scheduled

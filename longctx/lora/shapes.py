@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from longctx.errors import UserError
 from longctx.lora.adapters import adapted_linears, adapted_stacks
 from longctx.model.adapters import within
-from longctx.model.families import base_of, part_of
+from longctx.model.families import base_of
+from longctx.model.family import part_of
 from longctx.model.look import whole_shape
 from longctx.options.config import ModelArguments
 

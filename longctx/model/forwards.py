@@ -48,7 +48,6 @@ from longctx.memory.stream import bring_again
 from longctx.model.adapters import with_adapters
 from longctx.model.caller import Caller, classifier_reads_padding, labels_on_padding
 from longctx.model.families import (
-    Family,
     base_of,
     embedding_multiplier,
     family_of,
@@ -63,6 +62,7 @@ from longctx.model.families import (
     query_scale,
     rotary_embeddings,
 )
+from longctx.model.family import Family
 from longctx.model.graphs import graphed
 from longctx.model.hidden_states import NAME as HIDDEN_STATES
 from longctx.model.hidden_states import asked as asked_states

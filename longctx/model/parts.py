@@ -31,7 +31,8 @@ from longctx.kernels.rope_tables import apply_rotary_pos_emb
 from longctx.kernels.swiglu import geglu, swiglu
 from longctx.layer.norm_spec import NormSpec
 from longctx.layer.parts.norms import final_norm
-from longctx.model.families import base_of, family_of, head_of, known_family, layers_of, part_of
+from longctx.model.families import base_of, family_of, head_of, known_family, layers_of
+from longctx.model.family import part_of
 from longctx.model.forwards import Forward, untraced
 from longctx.model.runtime import runtime_of
 from longctx.model.strangers import forward_name, has_known_loss, why_not_chunked

@@ -16,7 +16,8 @@ from longctx.cost.dims import Adapted, LayerKind
 from longctx.cost.sizes import Sizes, kinds_of
 from longctx.model.adapters import applied, inside_peft, is_adapted
 from longctx.model.blocks import decoder_layers, language_models
-from longctx.model.families import MLP_WIDTH, family_of, head_dim, kv_heads, score_cap
+from longctx.model.families import family_of, score_cap
+from longctx.model.family import MLP_WIDTH, head_dim, kv_heads
 from longctx.options.model import ClassType, PatchOptions
 from longctx.options.parts import FUSED, LAYER_PARTS
 

@@ -42,24 +42,21 @@ from longctx.model.adapters import Applied
 from longctx.model.caller import Caller
 from longctx.model.costs import StepTable
 from longctx.model.families import (
-    Family,
     base_of,
     has_post_norms,
     has_windows,
-    head_dim,
     head_of,
     known_family,
-    kv_heads,
     layer_adapters,
     layer_norm_spec,
     layer_weights,
     layers_of,
-    mlp_width,
     model_traits,
     query_scale,
     rotary_embeddings,
     score_cap,
 )
+from longctx.model.family import Family, head_dim, kv_heads, mlp_width
 from longctx.model.look import look
 from longctx.model.positions import rows_of
 from longctx.model.strangers import gathers_weights, why_not_chunked

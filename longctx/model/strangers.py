@@ -41,21 +41,16 @@ from longctx.model.adapters import (
     wrappers,
 )
 from longctx.model.families import (
-    LAYER_NORM,
-    LINEAR,
-    Family,
     family_of,
     final_norm_spec,
-    head_dim,
     head_of,
     is_a,
     known_family,
-    kv_heads,
     layers_of,
     logits_cap,
-    part_of,
     rotary_embeddings,
 )
+from longctx.model.family import LAYER_NORM, LINEAR, Family, head_dim, kv_heads, part_of
 from longctx.model.look import look, whole_shape
 from longctx.model.vision import forward_names, is_joint, is_whole
 

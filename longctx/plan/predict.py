@@ -41,7 +41,8 @@ from longctx.model.blocks import seeing_block, state_blocks
 from longctx.model.classes import is_classifier, without_storage
 from longctx.model.costs import StepTable
 from longctx.model.declined import is_dropout, set_dropout_
-from longctx.model.families import MLP_WIDTH, base_of, has_windows, score_cap
+from longctx.model.families import base_of, has_windows, score_cap
+from longctx.model.family import MLP_WIDTH
 from longctx.model.image_sizes import tower_sizes
 from longctx.model.peers import peer_kind, peer_sizes
 from longctx.model.runtime import check_shares, chunks_loss, model_sizes

@@ -24,7 +24,8 @@ from longctx.constants import GIB
 from longctx.cost.flops import matmul_parameters, mfu, step_flops
 from longctx.cost.machines import peak_flops
 from longctx.engines.collectives import all_reduce_sum, whole_numel
-from longctx.model.families import head_dim, windows
+from longctx.model.families import windows
+from longctx.model.family import head_dim
 from longctx.model.look import look
 from longctx.model.matrices import active_shares
 from longctx.model.vision import tower_parameters

@@ -31,7 +31,8 @@ from longctx.cost.table import load
 from longctx.errors import UserError
 from longctx.layer.router import weights_of
 from longctx.model.costs import StepTable
-from longctx.model.families import layers_of, model_traits, part_of
+from longctx.model.families import layers_of, model_traits
+from longctx.model.family import part_of
 from longctx.model.strangers import why_not_scheduled
 from longctx.options.config import ModelArguments
 from longctx.plan.predict import Run, Subject

@@ -23,7 +23,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from longctx.errors import UserError
-from longctx.model.families import FAMILIES, Family, part_of
+from longctx.model.families import FAMILIES
+from longctx.model.family import Family, part_of
 from longctx.model.forwards import output_class
 from longctx.model.patch import patch_as
 from longctx.model.strangers import asks_for_router_logits, why_not_scheduled

@@ -23,7 +23,7 @@ from longctx.cost.table import load
 from longctx.errors import UserError
 from longctx.layer.parts.attention import attention_flops
 from longctx.model.costs import StepTable
-from longctx.model.families import head_dim
+from longctx.model.family import head_dim
 from longctx.options.config import ModelArguments
 from longctx.plan.predict import Plan, Subject, longest, plan
 from longctx.run.loading import load_config

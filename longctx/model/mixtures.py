@@ -1,0 +1,230 @@
+"""The families whose layers have experts instead of an MLP (families.py has the others).
+
+    mixtral  qwen3_moe  olmoe              experts; layers of Qwen3-MoE may have an MLP instead, and
+                                           OLMoE's norms of q and k are over all heads
+    qwen2_moe                              experts, and one that is shared and weighed by token
+    glm4_moe                               groups of experts, chosen by sigmoid and a bias, and one
+                                           that is shared; the first layers have an MLP
+    ernie4_5_moe                           the same by softmax, without groups, with a router in
+                                           fp32; RoPE of neighbours
+    gpt_oss                                attention sinks; experts with biases, transposed weights
+                                           and a clamped activation of interleaved gate and up
+    qwen3_vl_moe_text                      the text model of a vision-language model (positions.py)
+
+An entry may name a shared expert (layer/parts/shared.py), and layers with an MLP in between.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from longctx.kernels.clamped_swiglu import Clamped
+from longctx.layer.router import Router
+from longctx.layer.stack import ExpertLayout
+from longctx.model.family import (
+    GATE_UP,
+    MLP_WIDTH,
+    NORMS,
+    OF_Q_AND_K,
+    OUT,
+    QKV,
+    ROUNDED_ONCE,
+    Family,
+    NormClass,
+    one_window,
+    window_by_type,
+)
+
+_EXPERTS = {
+    "router": "mlp.gate.weight",
+    "experts_in": "mlp.experts.gate_up_proj",
+    "experts_out": "mlp.experts.down_proj",
+}
+_SPARSE = {
+    "self_attn": "Attention",
+    **{"mlp": "SparseMoeBlock", "mlp.gate": "TopKRouter", "mlp.experts": "Experts"},
+}
+_OF_GPT_OSS = {
+    "sinks": "self_attn.sinks",
+    "router.bias": "mlp.router.bias",
+    "experts_in.bias": "mlp.experts.gate_up_proj_bias",
+    "experts_out.bias": "mlp.experts.down_proj_bias",
+}
+_MOE: dict[str, Any] = dict(
+    modules=_SPARSE,
+    linears=QKV | {"o": OUT["o"]},
+    stacks=_EXPERTS,
+    activation="mlp.experts.act_fn",
+)
+_STATICS = "mlp.gate.moe_statics"
+_ERNIE = _SPARSE | {_STATICS: "Statics"}
+_DENSE: dict[str, Any] = dict(
+    modules={"self_attn": "Attention", "mlp": "MLP"},
+    linears=QKV | OUT | GATE_UP,
+    stacks={},
+    parameters={},
+    activation="mlp.act_fn",
+    width=MLP_WIDTH,
+)
+
+
+def _softmax_router(config: Any, **settings: Any) -> Router:
+    """Returns a router that chooses by softmax, as in Mixtral."""
+    experts = getattr(config, "num_local_experts", None) or config.num_experts
+    return Router(experts=experts, chosen=config.num_experts_per_tok, **settings)
+
+
+def _normed_if_asked(config: Any) -> Router:
+    """Returns the same where the configuration says whether the weights are normalised."""
+    return _softmax_router(config, normalised=config.norm_topk_prob)
+
+
+def _shared(path: str) -> dict[str, str]:
+    """Returns the linear layers of a shared expert, which is at `path` in a layer."""
+    return {f"shared_{name}": f"{path}.{name}_proj" for name in ("gate", "up", "down")}
+
+
+def _sigmoid_router(config: Any) -> Router:
+    """Returns a router of groups of experts, which chooses by sigmoid and a bias, as in GLM-4.5."""
+    return Router(
+        experts=config.num_local_experts,
+        chosen=config.num_experts_per_tok,
+        score="sigmoid",
+        normalised=config.norm_topk_prob,
+        floor=1e-20,
+        scaling=config.routed_scaling_factor,
+        groups=config.n_group,
+        chosen_groups=config.topk_group,
+    )
+
+
+def _floored_router(config: Any) -> Router:
+    """Returns a router that chooses by softmax and a bias, as in ERNIE 4.5."""
+    return _softmax_router(config, floor=config.moe_norm_min, in_fp32=True)
+
+
+def _gpt_oss_layout(config: Any) -> ExpertLayout:
+    """Returns gpt-oss's layout. Before transformers 5.18 its code has these numbers itself."""
+    alpha, limit = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
+    return ExpertLayout(transposed=True, clamped=Clamped(alpha, limit))
+
+
+def _is_dense(config: Any, layer: int) -> bool:
+    """Whether a layer has an MLP among layers of experts, as in Qwen3-MoE."""
+    sparse = config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
+    return layer in config.mlp_only_layers or not sparse
+
+
+def _of_glm4_moe(config: Any, layer: int) -> dict[str, Any]:
+    """The first layers have an MLP, and norms of q and k are a setting."""
+    own = _DENSE if layer < config.first_k_dense_replace else {}
+    return own if config.use_qk_norm else own | {"norms": NORMS}
+
+
+def _of_ernie(config: Any, layer: int) -> dict[str, Any]:
+    """Layers between two, at intervals, have experts; the shared one is a setting."""
+    first, last = config.moe_layer_start_index, config.moe_layer_end_index
+    if not first <= layer <= last or (layer + 1) % config.moe_layer_interval:
+        return _DENSE
+    return {} if config.moe_num_shared_experts else dict(modules=_ERNIE, linears=_MOE["linears"])
+
+
+MIXTURES: tuple[Family, ...] = (
+    Family(kind="mixtral", prefix="Mixtral", **_MOE, window=one_window, router=_softmax_router),
+    Family(
+        kind="qwen3_moe",
+        prefix="Qwen3Moe",
+        **_MOE,
+        norms=NORMS | OF_Q_AND_K,
+        window=one_window,
+        width="moe_intermediate_size",
+        router=_normed_if_asked,
+        by_layer=lambda config, i: _DENSE if _is_dense(config, i) else {},
+    ),
+    Family(
+        kind="qwen2_moe",
+        prefix="Qwen2Moe",
+        **_MOE
+        | dict(
+            modules=_SPARSE | {"mlp.shared_expert": "MLP"},
+            linears=_MOE["linears"]
+            | _shared("mlp.shared_expert")
+            | {"share": "mlp.shared_expert_gate"},
+        ),
+        window=window_by_type,
+        width="moe_intermediate_size",
+        shared_width=lambda config: config.shared_expert_intermediate_size,
+        router=_normed_if_asked,
+        by_layer=lambda config, i: _DENSE if _is_dense(config, i) else {},
+    ),
+    Family(
+        kind="glm4_moe",
+        prefix="Glm4Moe",
+        **_MOE
+        | dict(
+            modules=_SPARSE | {"mlp": "MoE", "mlp.gate": "TopkRouter", "mlp.shared_experts": "MLP"},
+            linears=_MOE["linears"] | _shared("mlp.shared_experts"),
+            parameters={"choice_bias": "mlp.gate.e_score_correction_bias"},
+        ),
+        norms=NORMS | OF_Q_AND_K,
+        width="moe_intermediate_size",
+        shared_width=lambda config: config.moe_intermediate_size * config.n_shared_experts,
+        router=_sigmoid_router,
+        auxiliary=False,
+        by_layer=_of_glm4_moe,
+    ),
+    Family(
+        kind="ernie4_5_moe",
+        prefix="Ernie4_5_Moe",
+        **_MOE
+        | dict(
+            modules=_ERNIE | {"mlp.shared_experts": "MLP"},
+            linears=_MOE["linears"] | _shared("mlp.shared_experts"),
+            parameters={"choice_bias": f"{_STATICS}.e_score_correction_bias"},
+        ),
+        interleaved=True,
+        in_fp32=("mlp.gate", _STATICS),
+        width="moe_intermediate_size",
+        shared_width=lambda config: config.moe_intermediate_size * config.moe_num_shared_experts,
+        router=_floored_router,
+        by_layer=_of_ernie,
+    ),
+    Family(
+        kind="olmoe",
+        prefix="Olmoe",
+        **_MOE,
+        norms=NORMS | OF_Q_AND_K,
+        wide_norms=True,
+        router=_normed_if_asked,
+    ),
+    Family(
+        kind="gpt_oss",
+        prefix="GptOss",
+        modules={
+            "self_attn": "Attention",
+            **{"mlp": "MLP", "mlp.router": "TopKRouter", "mlp.experts": "Experts"},
+        },
+        linears=QKV | {"o": OUT["o"]},
+        stacks=_EXPERTS | {"router": "mlp.router.weight"},
+        parameters=_OF_GPT_OSS,
+        activation="",
+        norm=NormClass(spec=ROUNDED_ONCE),
+        half_tables=True,
+        masks_by_position=False,
+        window=window_by_type,
+        router=partial(_softmax_router, over="logits"),
+        experts=_gpt_oss_layout,
+    ),
+    Family(
+        kind="qwen3_vl_moe_text",
+        module="qwen3_vl_moe",
+        prefix="Qwen3VLMoeText",
+        **_MOE,
+        norms=NORMS | OF_Q_AND_K,
+        position_rows=4,
+        width="moe_intermediate_size",
+        router=_softmax_router,
+        by_layer=lambda config, i: _DENSE if _is_dense(config, i) else {},
+    ),
+)
