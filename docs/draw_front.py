@@ -1,25 +1,107 @@
-"""Draws docs/front.png, two panels of the measured front of time against memory.
+"""Draws docs/front.png: whole steps of Llama-3.1-8B beside the trainers that people use.
 
     PYTHONPATH=. python docs/draw_front.py
 
-The points are rows of profiling/results/h200_front.json; profiling/front.py draws all eight panels.
+Left, QLoRA of one row, by its length, from the rows of one machine in
+profiling/results/h100_everyday.json: a bar is the fastest of a side's settings that fit. Right,
+steps of 131072 tokens on one H200, from h200_lora_peers.json and h200_dpo_pair.json.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from profiling.front import draw
+from longctx.report.page import pyplot
+from profiling.pictures import CUSTOM, RED
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL, KINDS = "4 layers of Llama-3.1-8B", ("32768 tokens, packed documents", "131072 tokens")
+LENGTHS = (1024, 2048, 4096, 8192, 32768)
+ONE_MACHINE = "b835ebb"
+"""The commit whose rows of h100_everyday.json have both sides on one machine."""
+Row = dict[str, Any]
+
+
+def rows_of(name: str) -> list[Row]:
+    found: list[Row] = json.loads((ROOT / f"profiling/results/{name}.json").read_text())["rows"]
+    return found
+
+
+def fastest(side: str) -> list[float]:
+    """Returns the tokens per second of a side's fastest settings, for each of LENGTHS."""
+    rows = [row for row in rows_of("h100_everyday") if row["of_commit"] == ONE_MACHINE]
+    return [
+        max(
+            length / row["step_s"]
+            for row in rows
+            if row["case"] == f"qlora:{length}" and row["side"] == side and row["status"] == "ok"
+        )
+        for length in LENGTHS
+    ]
+
+
+def at_length() -> list[tuple[str, list[tuple[str, Row]]]]:
+    """Returns pairs of rows, ours and the peer's, by what is trained."""
+    lora, dpo = rows_of("h200_lora_peers"), rows_of("h200_dpo_pair")
+
+    def of(rows: list[Row], kind: str, **fields: Any) -> Row:
+        return next(
+            row
+            for row in rows
+            if row["class_type"] == kind
+            and row["status"] == "ok"
+            and all(row.get(name) == value for name, value in fields.items())
+        )
+
+    def pair(quantize: str | None) -> list[tuple[str, Row]]:
+        ours, peer = (of(lora, kind, quantize=quantize) for kind in ("custom", "liger"))
+        return [("longctx", ours), ("PEFT + Liger", peer)]
+
+    of_trl = [("longctx", of(dpo, "custom")), ("TRL", of(dpo, "trl"))]
+    return [("QLoRA", pair("nf4")), ("LoRA", pair(None)), ("DPO pair,\nLoRA", of_trl)]
+
+
+def draw_short(axes: Any) -> None:
+    """Draws tokens per second by the length of a row, a pair of bars each."""
+    for i, side in enumerate((("custom", "longctx", CUSTOM), ("unsloth", "Unsloth", RED))):
+        kind, name, colour = side
+        at, rates = [x + 0.4 * (i - 0.5) for x in range(len(LENGTHS))], fastest(kind)
+        bars = axes.bar(at, rates, 0.38, color=colour, label=name)
+        axes.bar_label(bars, [f"{rate / 1000:.1f}" for rate in rates], padding=2, fontsize=8)
+    axes.set_xticks(range(len(LENGTHS)), [str(n) for n in LENGTHS])
+    axes.set_yticks([0, 5000, 10000, 15000], ["0", "5", "10", "15"])
+    axes.set(xlabel="tokens of a row", ylabel="tokens per second, thousands", ylim=(0, 17500))
+    axes.set_title("QLoRA, one H100", fontsize=10)
+    axes.legend(frameon=False, loc="upper left", ncols=2, fontsize=9)
+
+
+def draw_long(axes: Any) -> None:
+    """Draws seconds of a step, with its memory in words, a pair of bars for each kind of run."""
+    ticks = []
+    for i, (what, pair) in enumerate(reversed(at_length())):
+        for j, (name, row) in enumerate(reversed(pair)):
+            y = 2.5 * i + j
+            axes.barh(y, row["step_s"], 0.9, color=CUSTOM if name == "longctx" else RED)
+            said = f"{row['step_s']:.1f} s, {row['peak_gib']:.0f} GiB of the GPU"
+            if row.get("host_gib"):
+                said += f", {row['host_gib']:.0f} of the host"
+            axes.text(row["step_s"] + 1, y, said, va="center", fontsize=8)
+            ticks.append((y, name))
+        axes.text(-33, 2.5 * i + 0.5, what, va="center", ha="right", fontsize=9)
+    axes.set_yticks([y for y, _ in ticks], [name for _, name in ticks], fontsize=8)
+    axes.set(xlabel="seconds of a step", xlim=(0, 155))
+    axes.set_title("131072 tokens, one H200", fontsize=10)
 
 
 def main() -> None:
-    rows = json.loads((ROOT / "profiling/results/h200_front.json").read_text())["rows"]
-    shown = [row for row in rows if row["model"] == MODEL and row["rows"] in KINDS]
-    draw(shown).savefig(ROOT / "docs/front.png", dpi=110, bbox_inches="tight")
+    figure, panels = pyplot().subplots(1, 2, figsize=(11, 3.6), width_ratios=(1, 1.15))
+    for axes, draw in zip(panels, (draw_short, draw_long), strict=True):
+        draw(axes)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(False)
+    figure.tight_layout()
+    figure.savefig(ROOT / "docs/front.png", dpi=110, bbox_inches="tight")
 
 
 if __name__ == "__main__":
