@@ -104,16 +104,16 @@ def plain_kernels() -> Iterator[None]:
 @pytest.fixture
 def scheduled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of every layer that the schedule runs."""
-    from longctx.model import forwards
+    from longctx.model.forwards import modules
 
     tokens: list[int] = []
-    run = forwards.scheduled_layer
+    run = modules.scheduled_layer
 
     def counted(x: torch.Tensor, *args: Any) -> torch.Tensor:
         tokens.append(len(x))
         return run(x, *args)
 
-    monkeypatch.setattr(forwards, "scheduled_layer", counted)
+    monkeypatch.setattr(modules, "scheduled_layer", counted)
     return tokens
 
 

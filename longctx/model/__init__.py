@@ -1,7 +1,7 @@
 """The path of a batch through the model, from its tokens to the gradients of every weight.
 
     patch.py        patches one instance of a transformers model
-      forwards.py     the forwards that replace Hugging Face's              input_ids -> loss
+      forwards        the forwards that replace Hugging Face's              input_ids -> loss
       families.py     how a family's layers differ, and where their weights are
       strangers.py    finds parts of a model that the schedule would ignore
       adapters.py     reads PEFT's LoRA layers

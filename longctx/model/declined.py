@@ -1,8 +1,8 @@
 """Says from a configuration alone whether --class_type custom would run Hugging Face's layers, and
 whether dropout is why.
 
-forwards.py asks strangers.py at each call. A run and its plan ask here, before a weight is read,
-with a model that has no storage; what the configuration does not hold (hooks, other people's
+forwards/base.py asks strangers.py at each call. A run and its plan ask here, before a weight is
+read, with a model that has no storage; what the configuration does not hold (hooks, other people's
 modules) is found at the first call.
 """
 

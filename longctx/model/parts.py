@@ -4,7 +4,7 @@
     rope                         attention's own forward, with our rotation of q and k in it
     swiglu, geglu                the MLP's forward, around its own linear layers
     cross_entropy                the loss over whole logits, whose memory their gradient takes
-    fused_linear_cross_entropy   lm_head and the loss in chunks, without logits (forwards.py)
+    fused_linear_cross_entropy   lm_head and the loss in chunks, without logits (forwards/causal.py)
 
 Each kernel is put on one instance's modules, in training and in evaluation; no class and no
 function of transformers changes, so that other models of the process run as they did. Adapters,
@@ -33,7 +33,8 @@ from longctx.layer.norm_spec import NormSpec
 from longctx.layer.parts.norms import final_norm
 from longctx.model.families import base_of, family_of, head_of, known_family, layers_of
 from longctx.model.family import part_of
-from longctx.model.forwards import Forward, untraced
+from longctx.model.forwards.attach import Forward
+from longctx.model.forwards.said import untraced
 from longctx.model.runtime import runtime_of
 from longctx.model.strangers import forward_name, has_known_loss, why_not_chunked
 from longctx.options.parts import FUSED, WHOLE

@@ -6,7 +6,7 @@ Its class, its parameters, their names and the files it saves stay Hugging Face'
 base model runs the scheduled layers (longctx/layer), and with labels lm_head and cross-entropy run
 chunk by chunk (head/loss.py), so that neither a layer's activations nor the (tokens, vocabulary)
 logits are ever there as a whole: at 131072 tokens and a vocabulary of 128256 the logits are 31 GiB
-in bf16, and vanilla holds them twice more in fp32. forwards.py is what runs.
+in bf16, and vanilla holds them twice more in fp32. forwards is what runs.
 
 `patch_as` is the switch of train.py's `--class_type`:
 
@@ -30,10 +30,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import is_fsdp_enabled
 
 from longctx.errors import UserError, print_rank0
-from longctx.model import forwards
 from longctx.model.adapters import inside_peft
 from longctx.model.beside import calling_trainer, models_beside
 from longctx.model.families import base_of, head_of, not_known, score_cap
+from longctx.model.forwards.attach import attach, attach_around, detach
+from longctx.model.forwards.said import foretell
 from longctx.model.parts import attach_parts, check_family, detach_loss
 from longctx.model.runtime import Runtime, runtime_of
 from longctx.model.strangers import is_trls_head
@@ -129,7 +130,7 @@ def patch(
     print_rank0(said_of(inner))
     base.longctx.strict = strict
     if args.schedules:
-        forwards.foretell(inner)
+        foretell(inner)
     return model
 
 
@@ -233,7 +234,7 @@ def unpatch(model: Model) -> Model:
         raise UserError(f"this {type(model).__name__} is not patched")
     whole = base.longctx.whole and base.longctx.whole()  # `model` may be its base model
     for module in (whole or model).modules():
-        forwards.detach(module)
+        detach(module)
         detach_loss(module)
         for name in ("longctx", "_replicate_for_data_parallel"):
             vars(module).pop(name, None)
@@ -266,8 +267,8 @@ def patch_custom(model: PreTrainedModel, args: PatchOptions, device: torch.devic
     if head_of(model) is not None:
         vars(model)["longctx"] = runtime
     if "forward" in vars(model) and args.fuses_loss:
-        forwards.attach_around(model)
-    forwards.attach(model)
+        attach_around(model)
+    attach(model)
     return _patched(model)
 
 

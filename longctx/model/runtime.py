@@ -102,6 +102,8 @@ class Runtime:
     """The cut of batches up to that length; None: the default cut of each length."""
     host_room: int = 0
     """Host bytes that the store may take."""
+    attach: Callable[[Any], None] = field(default=lambda model: None)
+    """Puts our forwards into modules of a model that were exchanged since (forwards/attach.py)."""
     whole: weakref.ref[Any] | None = None
     """The model whose base model this is the runtime of."""
     warned: set[str] = field(default_factory=set)
@@ -117,11 +119,11 @@ class Runtime:
     graphed: bool = False
     """Whether layers may run as CUDA graphs: there is room for what these take."""
     no_graphs: str = ""
+    """Why they may not, if short batches were to; reported with the first one."""
     beside_bytes: int = 0
     """What a batch brings to the GPU beside the layers' work: features of images, and pixels."""
     eager_images: str = ""
     """Why no layer of a batch with images may be recorded, where batches have images."""
-    """Why they may not, if short batches were to; reported with the first one."""
     moves_weights: bool = False
     """Whether an engine's hooks bring each layer's weights, which a graph would leave out."""
     graphs: Any = None

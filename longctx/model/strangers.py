@@ -66,7 +66,7 @@ _HARMLESS = (
     "longctx.",
 )
 """Whose hooks change no value."""
-_FORWARDS = "longctx.model.forwards"
+_FORWARDS = "longctx.model.forwards.attach"
 _CLASSIFIERS = tuple(
     f"transformers.modeling_layers.GenericFor{kind}Classification" for kind in ("Sequence", "Token")
 )

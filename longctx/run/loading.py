@@ -41,7 +41,7 @@ from longctx.model.classes import (
 from longctx.model.declined import is_dropout, set_dropout_
 from longctx.model.families import family_of, has_windows, not_known, score_cap
 from longctx.model.family import head_dim
-from longctx.model.forwards import foretell
+from longctx.model.forwards.said import foretell
 from longctx.model.patch import check_parts, patch_as
 from longctx.model.positions import keep_documents_apart
 from longctx.model.vision import PREFIXES, rest_, towers

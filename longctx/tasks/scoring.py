@@ -22,7 +22,9 @@ from longctx.errors import UserError
 from longctx.head.log_probs import linear_log_probs
 from longctx.model.adapters import inside_peft, unwrapped
 from longctx.model.families import base_of, head_of, logits_cap, logits_scaling, not_known
-from longctx.model.forwards import Forward, as_causal, head_forward
+from longctx.model.forwards.attach import Forward
+from longctx.model.forwards.causal import as_causal
+from longctx.model.forwards.modules import head_forward
 from longctx.model.runtime import runtime_of
 from longctx.model.strangers import is_ours, why_not_chunked
 

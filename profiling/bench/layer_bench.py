@@ -115,7 +115,7 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
     """One row of the results, from this process."""
     import torch
 
-    from longctx.model.forwards import Caller
+    from longctx.model.caller import Caller
     from longctx.run.metrics import peak_memory
     from profiling.build import build_model
 

@@ -26,11 +26,12 @@ from transformers import (
 )
 
 import longctx
-from longctx.model import forwards, shared_prefixes
+from longctx.model import shared_prefixes
+from longctx.model.forwards import modules
 
 ran: list[int] = []
-run = forwards.scheduled_layer
-forwards.scheduled_layer = lambda x, *more: ran.append(len(x)) or run(x, *more)
+run = modules.scheduled_layer
+modules.scheduled_layer = lambda x, *more: ran.append(len(x)) or run(x, *more)
 shared_prefixes.LEAST_TOKENS = 2
 
 

@@ -13,7 +13,7 @@ from both import arguments, assert_same_run, make_model, sentence, trained
 from small_tokenizer import small_tokenizer
 
 import longctx
-from longctx.model import forwards, shared_prefixes
+from longctx.model import shared_prefixes
 from longctx.model.runtime import runtime_of
 
 trl = pytest.importorskip("trl")
@@ -88,7 +88,7 @@ def test_a_prompt_is_computed_once(scheduled, capsys, tmp_path, monkeypatch) -> 
     """For both answers, of the model and of its reference."""
     monkeypatch.setattr(shared_prefixes, "LEAST_TOKENS", 2)
     computed: dict[bool, int] = {}
-    found = forwards.found_prefixes
+    found = shared_prefixes.found
 
     def count(*args: Any, **how: Any) -> Any:
         sharing = found(*args, **how)
@@ -97,7 +97,7 @@ def test_a_prompt_is_computed_once(scheduled, capsys, tmp_path, monkeypatch) -> 
             computed[False] = computed.get(False, 0) + len(sharing.source)
         return sharing
 
-    monkeypatch.setattr(forwards, "found_prefixes", count)
+    monkeypatch.setattr("longctx.model.forwards.scheduled.found_prefixes", count)
 
     def make(model: Any) -> Any:
         return make_trainer(model, tmp_path, copy.deepcopy(model))

@@ -15,7 +15,7 @@ from small_tokenizer import small_tokenizer
 from transformers import AutoModelForSequenceClassification
 
 import longctx
-from longctx.model import forwards, shared_prefixes
+from longctx.model import shared_prefixes
 from longctx.model.runtime import runtime_of
 
 trl = pytest.importorskip("trl")
@@ -32,7 +32,7 @@ PROMPT = " ".join(sentence(n) for n in range(3))
 def saved(monkeypatch) -> list[float]:
     """The share of tokens that was saved, of each batch in which a prompt was found."""
     shares: list[float] = []
-    found = forwards.found_prefixes
+    found = shared_prefixes.found
 
     def note(*args: Any, **how: Any) -> Any:
         sharing = found(*args, **how)
@@ -40,7 +40,7 @@ def saved(monkeypatch) -> list[float]:
         return sharing
 
     monkeypatch.setattr(shared_prefixes, "LEAST_TOKENS", 2)
-    monkeypatch.setattr(forwards, "found_prefixes", note)
+    monkeypatch.setattr("longctx.model.forwards.scheduled.found_prefixes", note)
     return shares
 
 

@@ -21,11 +21,11 @@ from transformers import (
 )
 
 import longctx
-from longctx.model import forwards
+from longctx.model.forwards import modules
 
 ran: list[int] = []
-run = forwards.scheduled_layer
-forwards.scheduled_layer = lambda x, *more: ran.append(len(x)) or run(x, *more)
+run = modules.scheduled_layer
+modules.scheduled_layer = lambda x, *more: ran.append(len(x)) or run(x, *more)
 
 
 def main(source: str, folder: str, config: str) -> None:

@@ -228,18 +228,18 @@ class Explicit(nn.Module):
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_is_exact_against_an_explicit_mask(family, dtype, monkeypatch) -> None:
-    from longctx.model import forwards
+    from longctx.model.forwards import modules
 
     config = lora(lora_dropout=0.25)
     truth, naive, ours = trio(family, dtype, config, dict(tile_tokens=31, head_groups=2))
     drawn: list[dict[str, Lora]] = []
-    scheduled = forwards.scheduled_layer
+    scheduled = modules.scheduled_layer
 
     def watched(x, s, above, weights, loras, *rest):
         drawn.append(loras)
         return scheduled(x, s, above, weights, loras, *rest)
 
-    monkeypatch.setattr(forwards, "scheduled_layer", watched)
+    monkeypatch.setattr(modules, "scheduled_layer", watched)
     paths = FAMILY_OF[family].linears
     found: list[list[Any]] = [[], [], []]
     for inputs in batches(PACKED, 2 if dtype == torch.float32 else 4):

@@ -27,8 +27,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import longctx
 from exactness import DEVICE
 from longctx.layer.adapters import dora
-from longctx.model import forwards
 from longctx.model.families import FAMILIES
+from longctx.model.forwards import modules
 from longctx.model.strangers import why_not_scheduled
 
 peft = pytest.importorskip("peft")
@@ -85,13 +85,13 @@ def test_dropout_is_exact_against_an_explicit_mask(family, dtype, monkeypatch) -
     """DoRA's own product sees the masked input, the linear layer all of it."""
     truth, naive, ours = trio(family, dtype, dict(tile_tokens=31, head_groups=2), lora_dropout=0.3)
     drawn: list[Any] = []
-    scheduled = forwards.scheduled_layer
+    scheduled = modules.scheduled_layer
 
     def watched(*given):
         drawn.append(given[4])
         return scheduled(*given)
 
-    monkeypatch.setattr(forwards, "scheduled_layer", watched)
+    monkeypatch.setattr(modules, "scheduled_layer", watched)
     found: list[list[Any]] = [[], [], []]
     for inputs in FEW_ROWS[dtype]:
         drawn.clear()

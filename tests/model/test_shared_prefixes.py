@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 import longctx
 from longctx.attention.documents import Documents
-from longctx.model import forwards, shared_prefixes
+from longctx.model import shared_prefixes
+from longctx.model.forwards import modules
 from longctx.model.patch import patch_as
 from longctx.model.shared_prefixes import best_groups, found, spread
 from longctx.options.model import PatchOptions
@@ -266,9 +267,9 @@ def test_a_process_whose_batch_shares_nothing_beside_one_whose_does(tmp_path: Pa
 def test_fewer_tokens_run_through_the_layers(capsys, monkeypatch) -> None:
     _, sharing = pair(tiny_config(vocab_size=VOCAB))
     tokens: list[int] = []
-    layer = forwards.scheduled_layer
+    layer = modules.scheduled_layer
     monkeypatch.setattr(
-        forwards, "scheduled_layer", lambda x, *rest: tokens.append(len(x)) or layer(x, *rest)
+        modules, "scheduled_layer", lambda x, *rest: tokens.append(len(x)) or layer(x, *rest)
     )
     sharing(**BATCHES["packed"])
     once = 24 + (7 + 2 + 16 + 7) + 9 + 33

@@ -20,7 +20,8 @@ from transformers.models.llama import modeling_llama
 import longctx
 from exactness import DEVICE
 from longctx.errors import UserError
-from longctx.model import forwards, parts
+from longctx.model import parts
+from longctx.model.forwards import causal
 from longctx.model.parts import why_not_part
 from longctx.model.patch import check_parts, patch_as
 from longctx.options.model import PatchOptions
@@ -115,7 +116,7 @@ def test_only_the_fused_loss_makes_no_logits(monkeypatch) -> None:
     def read(*args: Any) -> None:
         raise AssertionError("somebody reads logits")
 
-    monkeypatch.setattr(forwards, "_logits", read)
+    monkeypatch.setattr(causal, "_logits", read)
     assert ours(**packed_batch()).loss.item() == pytest.approx(
         vanilla(**packed_batch()).loss.item(), rel=1e-6
     )

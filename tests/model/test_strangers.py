@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from longctx.errors import UserError
 from longctx.model.families import FAMILIES
 from longctx.model.family import Family, part_of
-from longctx.model.forwards import output_class
+from longctx.model.forwards.base import output_class
 from longctx.model.patch import patch_as
 from longctx.model.strangers import asks_for_router_logits, why_not_scheduled
 from longctx.options.config import TrainArguments
