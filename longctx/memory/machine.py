@@ -9,10 +9,13 @@ Linux, Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import psutil
+from torch import Tensor
 
 from longctx.constants import GIB
 from longctx.cost.fitted import HOST_MOST_SPARED_GIB, HOST_SPARE
@@ -41,6 +44,36 @@ def held_host_bytes() -> int:
         kinds = dict(_sizes(Path(f"/proc/{process.pid}/smaps_rollup")))
         held += sum(kinds.get(name, 0) for name in ("Pss_Anon", "Pss_Shmem"))
     return held
+
+
+def own_bytes(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of tensors in host memory that are free once the tensors are gone. Those in
+    mapped files, as safetensors reads weights, count as free already."""
+    held = [x for x in tensors if x.device.type == "cpu"]
+    files = [area for area in _areas() if area.inode]
+    starts = [area.start for area in files]
+
+    def is_mapped(x: Tensor) -> bool:
+        at = bisect_right(starts, x.data_ptr()) - 1
+        return at >= 0 and x.data_ptr() < files[at].end
+
+    return sum(x.nbytes for x in held if not is_mapped(x))
+
+
+class _Area(NamedTuple):
+    """Addresses of this process that one mapping has, and the file's inode; 0 without a file."""
+
+    start: int
+    end: int
+    inode: int
+
+
+def _areas() -> Iterator[_Area]:
+    """Yields the process's mappings in the order of their addresses (proc(5))."""
+    for line in _lines(PROC / "maps"):
+        addresses, _, _, _, inode, *_ = line.split(None, 5)
+        start, end = (int(text, 16) for text in addresses.split("-"))
+        yield _Area(start, end, int(inode))
 
 
 def _sizes(path: Path) -> Iterator[tuple[str, int]]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from longctx.cost.kept import Ladder
+from longctx.memory.machine import own_bytes
 from longctx.memory.place import BlockSizes, Place
 from longctx.memory.slab import LINE, PinnedSlab, whole_lines
 from longctx.memory.states import Block, BlockSpec
@@ -75,13 +76,17 @@ class HostRoom:
     def settle(
         self, device: torch.device, store: ActivationStore | None, ladder: Ladder = ()
     ) -> None:
-        """Locks the slab and moves every block to its place. Raises UserError if the host has too
-        little memory."""
-        self._slab = PinnedSlab(self.nbytes, device)
+        """Locks the slab and moves every block to its place. Weights that are in host memory of
+        their own move first, so that they are there twice for one block at a time. Raises UserError
+        if the host has too little memory."""
+        late = leaving_bytes([block.spec for block in self.blocks], device) > 0
+        self._slab = PinnedSlab(self.nbytes, device, locked=not late)
         self._used = 0
         shared = self._slab.data[self.states_bytes :]
         for block in self.blocks:
             block.settle(device, self._take, self._gradient(block, shared))
+        if late:  # else at once: copies from the GPU are faster into locked memory
+            self._slab.lock()
         if store is not None:
             store.lend(shared, ladder, self._is_free)
             for block, start in self._starts.items():
@@ -110,6 +115,15 @@ class HostRoom:
                 if start < begin + block.host_grad.nbytes and begin < stop:
                     return False
         return True
+
+
+def leaving_bytes(specs: Sequence[BlockSpec], device: torch.device) -> int:
+    """Returns the bytes of host memory that a model's weights hold now and that are free once they
+    have moved, block by block: all but the largest block's, which is there twice for a moment."""
+    if device.type != "cuda":
+        return 0
+    held = [own_bytes(part.tensor for part in spec.parts) for spec in specs]
+    return sum(held) - max(held, default=0)
 
 
 def _ends_below(store: ActivationStore, start: int) -> bool:

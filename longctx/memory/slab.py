@@ -3,8 +3,9 @@
 The slab is mapped once, holds zeros, and is locked by `cudaHostRegister`. torch's pinned allocator
 would round each block up to a power of two, and take 3 ms for each in the middle of a step. All of
 torch's threads touch the pages before they are locked, large pages if the kernel has them; else one
-thread would fetch them 4 KiB at a time. A process that is forked later, such as a data loader's
-worker, gets no copy.
+thread would fetch them 4 KiB at a time. Until a page is written or locked it takes no memory, so
+that weights may move into a slab block by block, and then be locked. A process that is forked
+later, such as a data loader's worker, gets no copy.
 Times and sizes: profiling/results/h200_slab.json.
 """
 
@@ -26,18 +27,26 @@ PAGE = 4096
 class PinnedSlab:
     """Page-locked host memory of exactly `nbytes` bytes (plain memory where there is no GPU)."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.data = _zeros(nbytes)
-        self._locked = device.type == "cuda" and nbytes > 0
-        if self._locked:
-            self.data[::PAGE] = 0
-            code = int(torch.cuda.cudart().cudaHostRegister(self.data.data_ptr(), nbytes, 0))
-            if code != 0:
-                self._locked = False
-                raise UserError(
-                    f"cannot page-lock {nbytes / GIB:.1f} GiB of host memory "
-                    f"(cudaHostRegister: error {code}); check `ulimit -l` and free memory"
-                )
+    def __init__(self, nbytes: int, device: torch.device, *, locked: bool = True) -> None:
+        """Raises UserError where the host does not give the memory, and as `lock` does, which the
+        caller does later if the slab is not to be `locked` yet."""
+        self.data, self._device, self._locked = _zeros(nbytes), device, False
+        if locked:
+            self.lock()
+
+    def lock(self) -> None:
+        """Page-locks the slab, whose data stay. Raises UserError where that is refused."""
+        nbytes = self.data.nbytes
+        if self._device.type != "cuda" or not nbytes:
+            return
+        self.data[::PAGE].bitwise_or_(0)  # touches each page, and leaves what is there
+        code = int(torch.cuda.cudart().cudaHostRegister(self.data.data_ptr(), nbytes, 0))
+        if code != 0:
+            raise UserError(
+                f"cannot page-lock {nbytes / GIB:.1f} GiB of host memory "
+                f"(cudaHostRegister: error {code}); check `ulimit -l` and free memory"
+            )
+        self._locked = True
 
     def __del__(self) -> None:
         # Memory that is freed while registered makes copies from its next owner fail.

@@ -28,6 +28,7 @@ from longctx.cost.seconds import Exchanged, Seconds
 from longctx.cost.sizes import Batch, Parameters, Sizes
 from longctx.engines.layout import Layout
 from longctx.errors import UserError, one_line
+from longctx.layer.linear import packed_state
 from longctx.lora.adapters import with_lora
 from longctx.lora.quantise import quantise_shapes_
 from longctx.lora.shapes import with_lora_shapes
@@ -37,13 +38,14 @@ from longctx.memory.machine import host_budget
 from longctx.memory.place import Place, PlacedStates, Placement, usable_bytes
 from longctx.memory.states import BlockSpec
 from longctx.model.adapters import inside_peft
-from longctx.model.blocks import seeing_block, state_blocks
+from longctx.model.blocks import decoder_layers, seeing_block, state_blocks
 from longctx.model.classes import is_classifier, without_storage
 from longctx.model.costs import StepTable
 from longctx.model.declined import is_dropout, set_dropout_
 from longctx.model.families import base_of, has_windows, score_cap
 from longctx.model.family import MLP_WIDTH
 from longctx.model.image_sizes import tower_sizes
+from longctx.model.matrices import stack_names, stacks
 from longctx.model.peers import peer_kind, peer_sizes
 from longctx.model.runtime import check_shares, chunks_loss, model_sizes
 from longctx.model.strangers import why_not_scheduled
@@ -193,6 +195,19 @@ class Subject:
         return self._blocks[asked]
 
     @cached_property
+    def joined_bytes(self) -> int:
+        """The weights of experts in bytes, which transformers puts together in host memory from
+        several tensors of a checkpoint. It maps all others from their files, and those that are
+        quantised are there one layer at a time."""
+        layers: Any = decoder_layers(inside_peft(self.model))
+        found = [
+            owner.get_parameter(name)
+            for owner in stacks(layers).values()
+            for name in stack_names(owner)
+        ]
+        return sum(x.nbytes for x in found if packed_state(x) is None)
+
+    @cached_property
     def tower(self) -> Tower | None:
         """The sizes of what sees images, which a plan of text alone does not ask for; None where
         nothing does."""
@@ -266,8 +281,16 @@ class Plan:
     seconds: Seconds
     gpu_limit: int
     """Bytes of the GPU that torch's allocator may take."""
+    rank_host_bytes: int
+    """Bytes of the host that one process holds while it trains."""
+    reading_bytes: int
+    """Bytes of the host that one process holds while it reads the model."""
     problem: str | None
     """One line that says why the run does not fit; None if it fits."""
+    parameters: Parameters
+    """The model's parameters."""
+    images: Images | None = None
+    """The images of a batch on one GPU."""
 
     @property
     def fits(self) -> bool:
@@ -276,13 +299,6 @@ class Plan:
     @property
     def gpu_bytes(self) -> int:
         return peak(self.phases).nbytes
-
-    rank_host_bytes: int
-    """Bytes of the host that one process holds."""
-    parameters: Parameters
-    """The model's parameters."""
-    images: Images | None = None
-    """The images of a batch on one GPU."""
 
     @property
     def host_bytes(self) -> int:
@@ -374,6 +390,7 @@ def _planned(
         placed = zip(decision.specs, decision.places, strict=True)
         images = replace(images, away=any(not p.weight for spec, p in placed if spec.sees))
         found = with_images(found, images, standing)
+    reading = process + (subject.joined_bytes if engine is None else 0)
     if more := chosen.graph_bytes:
         found = [Phase(name, {**buffers, "CUDA graphs": more}) for name, buffers in found]
     return Plan(
@@ -386,10 +403,23 @@ def _planned(
         seconds=_seen(_launched(predicted(timed, chosen), chosen, step), images, step),
         gpu_limit=limit,
         problem=_problem(decision, found, limit, held)
-        or (decision.placement_problem(run.place) if run.exact else None),
+        or (decision.placement_problem(run.place) if run.exact else None)
+        or _reading_problem(reading, host_bytes // run.gpus),
         rank_host_bytes=decision.host.nbytes + process + held,
+        reading_bytes=reading,
         parameters=subject.parameters,
         images=images,
+    )
+
+
+def _reading_problem(reading_bytes: int, host_bytes: int) -> str | None:
+    """Returns why the model cannot be read into the free memory of the host; None if it can."""
+    if reading_bytes <= host_bytes:
+        return None
+    return (
+        f"{reading_bytes / GIB:.1f} GiB of host memory are needed to read the experts, which "
+        f"transformers puts together there, and {host_bytes / GIB:.1f} are free: --quantize nf4 "
+        "reads them layer by layer"
     )
 
 

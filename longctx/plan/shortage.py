@@ -65,6 +65,8 @@ def shortage(subject: Subject, planned: Plan, host_bytes: int) -> Shortage | Non
     limits = [host_bytes, machine.lockable_bytes, _bytes(run.model.host_memory_gib)]
     enough = _on_host(subject, run, machine, least)
     holds = held_on_host(enough)
+    if run.gpus * enough.reading_bytes > sum(holds.values()):
+        holds = {"weights while they are read": run.gpus * enough.reading_bytes}
     return Shortage(
         memory="host",
         needed=least * GIB,

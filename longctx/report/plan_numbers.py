@@ -61,6 +61,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "shortage": _shortage(lacks),
         "gpu_limit_gib": _gib(planned.gpu_limit),
         "host_locked_gib": _gib(run.gpus * decision.host.nbytes),
+        "host_reading_gib": _gib(run.gpus * planned.reading_bytes),
         "host_limit_gib": _gib(run.gpus * answer.plan.decision.budget.host),
         "host_free_gib": _gib(answer.host_bytes),
         "peak": {"phase": most.name, "groups": _gibs(most.groups)},

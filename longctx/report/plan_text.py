@@ -87,7 +87,7 @@ def figures(result: dict[str, Any]) -> Lines:
         (
             "host memory",
             f"{result['host_gib']:.1f} of {result['host_free_gib']:.1f} GiB, "
-            f"{result['host_locked_gib']:.1f} locked",
+            f"{result['host_locked_gib']:.1f} locked{_while_read(result)}",
         ),
     ]
     if images := result.get("images"):
@@ -115,6 +115,12 @@ def _images(images: dict[str, Any]) -> str:
         f"{images['patches']} patches and {images['tokens']} tokens{' each' * many}, "
         f"{images['row_tokens']} tokens in all; what sees them {trained}"
     )
+
+
+def _while_read(result: dict[str, Any]) -> str:
+    """Returns what the host holds while the model is read, where that is more than in a step."""
+    reading = result["host_reading_gib"]
+    return f"; {reading:.1f} while the model is read" if reading > result["host_gib"] else ""
 
 
 def _range(row: dict[str, Any], key: str) -> str:

@@ -29,6 +29,7 @@ from longctx.lora.quantise import (
     quantise_,
     quantised_loading,
 )
+from longctx.memory.store import free_gpu_bytes
 from longctx.model.classes import (
     as_language_model,
     as_reward_model,
@@ -182,7 +183,8 @@ def load_model(
     dtype = _dtype(args.dtype, device)
     attention = attention_name(args, config, device)
     if args.model_name_or_path is None or engine.fills_weights:
-        with engine.random_weights(device):
+        where = _making_device(args, config, device) if isinstance(engine, Plain) else device
+        with engine.random_weights(where):
             model = auto_class(config).from_config(
                 config,
                 dtype=dtype,
@@ -226,6 +228,16 @@ def load_model(
         line += f"; {adapters}"
     print_rank0(line)
     return model
+
+
+def _making_device(
+    args: ModelArguments, config: PretrainedConfig, device: torch.device
+) -> torch.device:
+    """Returns where random weights are made: on the device, or in host memory if they do not fit
+    there."""
+    if device.type != "cuda" or weights_bytes(args, config, device) <= free_gpu_bytes(device):
+        return device
+    return torch.device("cpu")
 
 
 def attention_name(

@@ -20,6 +20,7 @@ from longctx.memory.ladder import Budget, Step
 from longctx.memory.machine import host_budget, host_share_bytes
 from longctx.memory.place import Placement
 from longctx.memory.rates import gpu_rates
+from longctx.memory.settle import leaving_bytes
 from longctx.memory.states import BlockSpec
 from longctx.memory.store import free_gpu_bytes
 from longctx.memory.stream import StateStream
@@ -94,7 +95,7 @@ def place_states(
     specs = state_blocks(model, movable=movable, head_movable=head_movable)
     if any_patched := patched_part(model):
         host_memory_gib = any_patched.longctx.args.host_memory_gib
-    budget = Budget(_gpu_budget(specs, args), _host_budget(host_memory_gib, args))
+    budget = Budget(_gpu_budget(specs, args), _host_budget(specs, host_memory_gib, args))
     decided = _decided(model, patched, specs, budget, args, tokens, given, task)
     problem = decided.gpu_problem() if args.place != "gpu" else None
     if problem := problem or decided.host_problem():
@@ -197,9 +198,11 @@ def _gpu_budget(specs: Sequence[BlockSpec], args: Placing) -> int:
     return gpu_budget(free_gpu_bytes(args.device) + weights, args.gpu_memory_gib)
 
 
-def _host_budget(limit_gib: float | None, args: Placing) -> int:
-    """Returns this process's share; those of one host look before any of them takes its own."""
-    return all_reduce_min(host_budget(host_share_bytes(), limit_gib), args.device)
+def _host_budget(specs: Sequence[BlockSpec], limit_gib: float | None, args: Placing) -> int:
+    """Returns this process's share, with what the weights hold until they have moved; processes of
+    one host look before any of them takes its own."""
+    free = host_share_bytes() + leaving_bytes(specs, args.device)
+    return all_reduce_min(host_budget(free, limit_gib), args.device)
 
 
 def describe_states(decided: Decision, dtype: torch.dtype, *, on_gpu: bool = True) -> str:

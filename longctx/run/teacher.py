@@ -20,6 +20,7 @@ from longctx.errors import UserError, print_rank0
 from longctx.loading.pretrained import computed_by, weights_identity
 from longctx.memory.ladder import Budget, Step
 from longctx.memory.machine import host_budget, host_share_bytes
+from longctx.memory.settle import leaving_bytes
 from longctx.memory.store import free_gpu_bytes
 from longctx.memory.stream import StateStream
 from longctx.model.blocks import state_blocks
@@ -96,17 +97,18 @@ def load_teacher(
 ) -> Teacher:
     """Loads the teacher and puts it where it waits. Raises UserError where there is no room."""
     asked, device = teacher_arguments(model_args, args), args.device
-    on_host = device.type == "cuda" and args.world_size == 1
+    moves = device.type == "cuda" and args.world_size == 1
     model: Any = load_model(asked, config, device=device, role="teacher")
     model = model.eval().requires_grad_(False)
     if name := broken_weight(model):
         raise UserError(f"--teacher {args.teacher}: its weight {name} is not finite: get it again")
-    if not on_host:
+    if not moves:
         return Teacher(model.to(device), lambda: None)
     move_buffers(model, device)
     specs = state_blocks(model, movable=True, head_movable=False)
     free = gpu_budget(free_gpu_bytes(device), args.gpu_memory_gib)
-    budget = Budget(free, host_budget(host_share_bytes(), model_args.host_memory_gib))
+    on_host = host_share_bytes() + leaving_bytes(specs, device)
+    budget = Budget(free, host_budget(on_host, model_args.host_memory_gib))
     step = Step(
         count=StepTable.of,
         sizes=idle_sizes(sum(spec.layer is not None for spec in specs)),

@@ -12,10 +12,15 @@ import psutil
 import pytest
 import torch
 from cost_sizes import keep_of
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
 
 from longctx.constants import GIB
 from longctx.errors import UserError
 from longctx.memory import machine
+from longctx.memory.settle import leaving_bytes
+from longctx.memory.states import BlockSpec
 from longctx.memory.store import ActivationStore
 
 MIB = 2**20
@@ -152,3 +157,20 @@ def test_what_the_run_holds() -> None:
         child.communicate(b"\n")
     assert len(taken) == 256 << 20
     assert machine.held_host_bytes() - before < 350 << 20
+
+
+def test_weights_give_back_memory_of_their_own(tmp_path) -> None:
+    """And not the pages of files, which count as free before. The largest block is there twice."""
+    file = tmp_path / "weights.safetensors"
+    save_file({"mapped": torch.zeros(3 * MIB, dtype=torch.uint8)}, file)
+    with safe_open(file, "pt") as opened:
+        mapped = opened.get_tensor("mapped")
+    own = [torch.zeros(n * MIB, dtype=torch.uint8) for n in (1, 4, 2)]
+    assert machine.own_bytes([mapped]) == 0
+    assert machine.own_bytes([mapped, *own, torch.empty(5, device="meta")]) == 7 * MIB
+    blocks = [
+        BlockSpec(name=str(i), parameters={"w": nn.Parameter(x, requires_grad=False)})
+        for i, x in enumerate([mapped, *own])
+    ]
+    assert leaving_bytes(blocks, torch.device("cuda")) == 3 * MIB
+    assert leaving_bytes(blocks, torch.device("cpu")) == 0

@@ -172,6 +172,16 @@ def test_the_slab_is_page_locked_until_it_is_gone() -> None:
     assert not address.is_pinned()
 
 
+@pytest.mark.gpu
+def test_a_slab_that_is_locked_later_keeps_its_data() -> None:
+    slab = PinnedSlab(3 * 2**20 + 7, torch.device("cuda"), locked=False)
+    assert not slab.data.is_pinned()
+    slab.data.copy_(torch.arange(slab.data.numel()) % 251)
+    written = slab.data.clone()
+    slab.lock()
+    assert slab.data.is_pinned() and torch.equal(slab.data, written)
+
+
 def test_a_forked_process_has_no_copy_of_the_slab() -> None:
     """Or each data loader's worker would take as much again."""
     without_gib, _ = fork()

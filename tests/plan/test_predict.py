@@ -26,6 +26,7 @@ from longctx.model.costs import StepTable
 from longctx.model.family import head_dim
 from longctx.options.config import ModelArguments
 from longctx.plan.predict import Plan, Subject, longest, plan
+from longctx.plan.shortage import shortage
 from longctx.run.loading import load_config
 from longctx.run.metrics import attended
 
@@ -140,6 +141,22 @@ def test_a_frozen_base_that_cannot_leave_does_not_fit_the_host(options) -> None:
     found = plan(adapted("none"), asked, MACHINES["h200"], 200 * GIB)
     assert not found.fits and "nothing of this run can wait on the host" in found.problem
     assert plan(eight_layers(), asked, MACHINES["h200"], 200 * GIB).fits
+
+
+def test_experts_must_fit_the_host_while_they_are_read() -> None:
+    """transformers puts them together there, also where all weights wait on the GPU afterwards."""
+    config = load_config(ModelArguments(preset="qwen3-30b-a3b", seq_len=8192), vocab_size=1)
+    config.num_hidden_layers = 8  # 9 GiB of experts
+    machine, plans = MACHINES["h200"], {}
+    for quantize, host in product(("none", "nf4"), (8, 16)):
+        args = ModelArguments(lora_r=16, quantize=quantize)
+        plans[quantize, host] = plan(Subject(config, args), run(4096), machine, host * GIB)
+    short = plans["none", 8]
+    assert short.problem is not None and "10.4 GiB of host memory are needed" in short.problem
+    lacking = shortage(Subject(config, ModelArguments(lora_r=16)), short, 8 * GIB)
+    assert lacking is not None and lacking.needed == 11 * GIB
+    assert "(weights while they are read 10.4, left free 0.6)" in lacking.line
+    assert all(found.fits for asked, found in plans.items() if asked != ("none", 8))
 
 
 def test_adapters_take_less_than_all_weights() -> None:
