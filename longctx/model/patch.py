@@ -37,6 +37,7 @@ from longctx.model.forwards.attach import attach, attach_around, detach
 from longctx.model.forwards.said import foretell
 from longctx.model.parts import attach_parts, check_family, detach_loss
 from longctx.model.runtime import Runtime, runtime_of
+from longctx.model.stand_ins import has_packed_experts
 from longctx.model.strangers import is_trls_head
 from longctx.options.model import Backend, Keeping, Offload, PatchOptions
 from longctx.options.parts import PARTS, SCHEDULE, check_names, chosen_parts
@@ -217,7 +218,7 @@ def _check_choice(who: str, name: str, value: Any) -> None:
 def unpatch(model: Model) -> Model:
     """Takes away what `longctx.patch` put on `model`, a causal language model, its base model or a
     PeftModel around one, and returns it. Weights and their gradients stay. Raises UserError for a
-    model that is not patched.
+    model that is not patched, or whose experts are in 4 bits.
 
     Example:
         >>> import longctx
@@ -232,6 +233,11 @@ def unpatch(model: Model) -> Model:
     base = base_of(inside_peft(model))
     if base is None or runtime_of(base) is None:
         raise UserError(f"this {type(model).__name__} is not patched")
+    if has_packed_experts(base):
+        raise UserError(
+            "the experts of this model are in 4 bits, which Hugging Face's layers cannot read: it "
+            "stays patched"
+        )
     whole = base.longctx.whole and base.longctx.whole()  # `model` may be its base model
     for module in (whole or model).modules():
         detach(module)

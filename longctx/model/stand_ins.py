@@ -42,14 +42,24 @@ def shaped_experts(model: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _in_place_of_packed(module: nn.Module, stand_in: Callable[[Any], Tensor]) -> Iterator[None]:
-    found = [
+def has_packed_experts(model: nn.Module) -> bool:
+    """Whether weights of experts are in 4 bits."""
+    return bool(_packed(model))
+
+
+def _packed(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Returns the experts' weights that are in 4 bits, each after its owner and its name there."""
+    return [
         (owner, name, weight)
         for owner in module.modules()
         for name in stack_names(owner)
         if packed_state(weight := owner._parameters[name]) is not None
     ]
+
+
+@contextmanager
+def _in_place_of_packed(module: nn.Module, stand_in: Callable[[Any], Tensor]) -> Iterator[None]:
+    found = _packed(module)
     try:
         for owner, name, weight in found:
             owner._parameters[name] = nn.Parameter(stand_in(weight), requires_grad=False)
