@@ -219,10 +219,23 @@ def why_not_dense(module: Any, dtype: torch.dtype, where: str) -> Iterator[str]:
     other layer."""
     if not {"quant_state", "compute_dtype"} <= vars(module).keys():
         return
-    if getattr(module.weight, "quant_state", None) is None:
+    state = getattr(module.weight, "quant_state", None)
+    if state is None:
         yield f"a weight that is still to be quantised in {where}"
+    if getattr(state, "packing_format_for_cpu", False):
+        yield f"a weight that bitsandbytes has laid out for this processor in {where}"
     if module.compute_dtype not in (None, dtype):
         yield f"products in {module.compute_dtype} over weights in {dtype} in {where}"
+
+
+def keep_layout_(model: nn.Module) -> None:
+    """Has bitsandbytes leave the bytes of 4-bit weights as they lie. On processors with AVX512-BF16
+    its layers lay them out anew, in place, at the first call in evaluation, and round their scales
+    to bf16. The schedule would read other numbers then, and bitsandbytes' own matmul gives the
+    input no gradient."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            vars(module)["support_avx512bf16_for_cpu"] = False
 
 
 def _kind(module: Any, adapter: str) -> tuple[Kind, dict[str, Any]]:

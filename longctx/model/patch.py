@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import is_fsdp_enabled
 
 from longctx.errors import UserError, print_rank0
-from longctx.model.adapters import inside_peft
+from longctx.model.adapters import inside_peft, keep_layout_
 from longctx.model.beside import calling_trainer, models_beside
 from longctx.model.families import base_of, head_of, not_known, score_cap
 from longctx.model.forwards.attach import attach, attach_around, detach
@@ -261,6 +261,7 @@ def patch_as(model: PreTrainedModel, args: PatchOptions, device: torch.device) -
 
 def patch_custom(model: PreTrainedModel, args: PatchOptions, device: torch.device) -> str:
     _refuse(model)
+    keep_layout_(model)
     base: Any = base_of(model)
     if args.parts is not None:
         check_parts("parts", args, base.config)

@@ -30,6 +30,7 @@ from longctx.lora.quantise import (
     quantised_loading,
 )
 from longctx.memory.store import free_gpu_bytes
+from longctx.model.adapters import keep_layout_
 from longctx.model.classes import (
     as_language_model,
     as_reward_model,
@@ -205,6 +206,7 @@ def load_model(
             compute_in_(model, dtype)
     if quantises:
         quantise_(model, device)
+    keep_layout_(model)
     seeing = ""
     if sees:
         for _, tower in towers(model):

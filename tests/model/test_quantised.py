@@ -149,6 +149,25 @@ def test_norms_train_beside() -> None:
     assert_exact_run(ours, naive, truth, torch.bfloat16)
 
 
+def test_no_evaluation_lays_out_the_weights_anew() -> None:
+    """bitsandbytes does so in place on processors with AVX512-BF16, with scales of 8 bits fewer."""
+    _, naive, ours = trio("llama", torch.float32)
+    for module in naive.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = True
+    late = longctx.patch(copy.deepcopy(naive), strict=True)
+    loss, grads = gradients(ours, batch(PACKED))
+    with torch.no_grad():
+        late.eval()(torch.arange(3, 23, device=DEVICE)[None], use_cache=True)
+    again = gradients(late.train(), batch(PACKED))
+    assert torch.equal(again[0], loss)
+    assert all(torch.equal(again[1][name], grad) for name, grad in grads.items())
+    weight = late.get_base_model().model.layers[1].mlp.up_proj.base_layer.weight
+    weight.quant_state.packing_format_for_cpu = True
+    why = why_not_scheduled(late.get_base_model().model)
+    assert "a weight that bitsandbytes has laid out for this processor" in str(why)
+
+
 def test_products_in_another_dtype_are_left_to_hugging_face() -> None:
     *_, ours = trio("llama", torch.bfloat16)
     base = ours.get_base_model().model
