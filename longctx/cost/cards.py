@@ -16,7 +16,7 @@ A rate is a datasheet's peak times a share; shares are by kind of chip, never by
                 on an A5000 (gpu-mode/ring-attention#10). Backward has no more than 99 KB of shared
                 memory on all of these. B200: flash-attention#2280 (fa4), #1589 (flash).
 
-Measured steps of another trainer, and what they say of these shares, are in docs/plan.md.
+Measured steps of another trainer, and what they say of these shares, are in docs/plan_notes.md.
 """
 
 from __future__ import annotations

@@ -318,7 +318,7 @@ TABLES = [
     ("docs/engines.md", "One row over several GPUs", "h200_shared_step h200_states_step"),
     ("docs/results.md", "Packed rows", "h200_trl"),
     ("docs/results.md", "Time against memory", "h200_front"),
-    ("docs/shared_prompts.md", "Measured", "h200_prompts"),
+    ("docs/preferences.md", "Shared prompts beside TRL", "h200_prompts"),
     ("docs/preferences.md", "Measured", "h200_dpo_step"),
     ("docs/plan.md", "The longest row", "h200_longest_step plan_cells"),
 ]  # fmt: skip

@@ -239,7 +239,7 @@ def test_every_card_plans_a_step(name) -> None:
     ],
 )
 def test_published_steps_of_another_trainer_are_in_the_range(name, tokens, published_s) -> None:
-    """ml_dataflow's, Llama-3.1-8B: docs/plan.md."""
+    """ml_dataflow's, Llama-3.1-8B: docs/plan_notes.md."""
     found = plan(whole_model(), run(tokens), MACHINES[name], 512 * GIB)
     least, most = (times * found.step_s for times in found.machine.spread)
     assert least < published_s < most

@@ -1,5 +1,5 @@
 """SIGKILL at random moments of one run, saves, resumes and tokenising included, changes none of its
-numbers. kills.py is the program; docs/robustness.md has the counts of its long runs."""
+numbers. kills.py is the program; docs/results.md has the counts of its long runs."""
 
 from __future__ import annotations
 
