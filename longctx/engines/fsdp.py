@@ -106,11 +106,11 @@ class FSDP2(Engine):
     def fills_weights(self) -> bool:
         return torch.distributed.get_rank() > 0
 
-    def random_weights(self, device: torch.device) -> AbstractContextManager[Any]:
+    def random_weights(self, device: torch.device, nbytes: int) -> AbstractContextManager[Any]:
         """Makes weights on the first process's device; the others' have no memory yet."""
         if self.fills_weights:
             return init_empty_weights(include_buffers=False)
-        return super().random_weights(device)
+        return super().random_weights(device, nbytes)
 
     def reshard(self, model: Any) -> None:
         """FSDP2 leaves the weights of the root and of lm_head gathered for a backward pass."""

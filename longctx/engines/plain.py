@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from longctx.engines.protocol import Engine
 from longctx.errors import print_rank0
+from longctx.memory.store import free_gpu_bytes
 from longctx.options.config import TrainArguments
 from longctx.program import started_as
 
@@ -30,6 +32,11 @@ class Plain(Engine):
     @classmethod
     def saved(cls, checkpoint: Path) -> bool:
         return True
+
+    def random_weights(self, device: torch.device, nbytes: int) -> AbstractContextManager[Any]:
+        """In host memory if they do not fit the device, where they may not stay."""
+        fits = device.type != "cuda" or nbytes <= free_gpu_bytes(device)
+        return torch.device(device if fits else "cpu")
 
     def start(self, args: TrainArguments) -> None:
         super().start(args)

@@ -148,8 +148,8 @@ class Engine(ABC):
         """Whether this process' weights come from the first one: it needs none of its own."""
         return False
 
-    def random_weights(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Returns the context in which a preset's weights are made."""
+    def random_weights(self, device: torch.device, nbytes: int) -> AbstractContextManager[Any]:
+        """Returns the context in which a preset's weights, of so many bytes, are made."""
         return torch.device(device)
 
     @property

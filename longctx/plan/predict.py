@@ -28,7 +28,6 @@ from longctx.cost.seconds import Exchanged, Seconds
 from longctx.cost.sizes import Batch, Parameters, Sizes
 from longctx.engines.layout import Layout
 from longctx.errors import UserError, one_line
-from longctx.layer.linear import packed_state
 from longctx.lora.adapters import with_lora
 from longctx.lora.quantise import quantise_shapes_
 from longctx.lora.shapes import with_lora_shapes
@@ -161,7 +160,8 @@ class Subject:
         if experts and not ours:
             raise UserError("the model has experts, whose plan in Hugging Face's layers is unknown")
         self._chunks_loss = chunks_loss(self.model)
-        if args is not None and args.quantize != "none":
+        self._quantised = args is not None and args.quantize != "none"
+        if self._quantised:
             quantise_shapes_(self.model)
         if args is not None and args.lora_r is not None:
             # PEFT copies what is trained as a whole; its layers are six times slower to make.
@@ -205,7 +205,7 @@ class Subject:
             for owner in stacks(layers).values()
             for name in stack_names(owner)
         ]
-        return sum(x.nbytes for x in found if packed_state(x) is None)
+        return 0 if self._quantised else sum(x.nbytes for x in found)
 
     @cached_property
     def tower(self) -> Tower | None:

@@ -29,7 +29,6 @@ from longctx.lora.quantise import (
     quantise_,
     quantised_loading,
 )
-from longctx.memory.store import free_gpu_bytes
 from longctx.model.adapters import keep_layout_
 from longctx.model.classes import (
     as_language_model,
@@ -184,8 +183,7 @@ def load_model(
     dtype = _dtype(args.dtype, device)
     attention = attention_name(args, config, device)
     if args.model_name_or_path is None or engine.fills_weights:
-        where = _making_device(args, config, device) if isinstance(engine, Plain) else device
-        with engine.random_weights(where):
+        with engine.random_weights(device, weights_bytes(args, config, device)):
             model = auto_class(config).from_config(
                 config,
                 dtype=dtype,
@@ -230,16 +228,6 @@ def load_model(
         line += f"; {adapters}"
     print_rank0(line)
     return model
-
-
-def _making_device(
-    args: ModelArguments, config: PretrainedConfig, device: torch.device
-) -> torch.device:
-    """Returns where random weights are made: on the device, or in host memory if they do not fit
-    there."""
-    if device.type != "cuda" or weights_bytes(args, config, device) <= free_gpu_bytes(device):
-        return device
-    return torch.device("cpu")
 
 
 def attention_name(
