@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -52,7 +51,9 @@ from longctx.data.pack.packing_groups import (
     check_groups,
     pack_groups,
 )
+from longctx.data.reading.files import file_of, find_files, stdlib_files
 from longctx.data.reading.groups import READERS, Rows
+from longctx.data.reading.kinds import LINE_SUFFIXES, record_suffix
 from longctx.data.reading.picture_sources import (
     DATA_URL,
     Source,
@@ -62,13 +63,7 @@ from longctx.data.reading.picture_sources import (
 )
 from longctx.data.reading.places import COLUMNS
 from longctx.data.reading.records import FORMATS, WITH_PICTURES, Document
-from longctx.data.reading.sources import (
-    check_dataset_name,
-    find_files,
-    load_records,
-    read_documents,
-    stdlib_files,
-)
+from longctx.data.reading.sources import check_dataset_name, load_records, read_documents
 from longctx.data.stream import stream_rows
 from longctx.data.text.encoding import check_vocabulary, pad_token_id
 from longctx.data.text.tokens import (
@@ -240,10 +235,11 @@ def build_dataset(
 
 
 def check_sources(args: DataArguments, rows: Rows = "text") -> list[Path]:
-    """The files that hold the data, of which none is read. Raises UserError for data that is
-    missing, empty or unreadable, or that cannot be rows of this kind."""
+    """The files that hold the data, of which beginnings alone are read. Prints what is passed over
+    in folders. Raises UserError for data that is missing, empty or unreadable, or that cannot be
+    rows of this kind."""
     _check_rows(args, args.train_file, rows)
-    found = find_files([*(args.train_file or []), *(args.eval_file or [])])
+    found = find_files([*(args.train_file or []), *(args.eval_file or [])], tell=print_rank0)
     if args.dataset_name:
         check_dataset_name(args.dataset_name)
         if os.path.isdir(expanded(args.dataset_name)):  # and not a name on the hub
@@ -396,8 +392,14 @@ def counts(rows: Dataset | IterableDataset) -> dict[str, int]:
 
 
 def _identity(args: DataArguments, files: list[Path], rows: Rows, *, sees: bool) -> list[Any]:
-    """All that decides what is read from files."""
-    more = ["undecodable"] * args.allow_undecodable + ["pictures"] * sees
+    """All that decides what is read from files. Tables and .json were once read as plain text, so
+    their records have a name of their own."""
+    suffixes = {record_suffix(file) for file in files} - {None, *LINE_SUFFIXES}
+    more = (
+        ["records"] * bool(suffixes)
+        + ["undecodable"] * args.allow_undecodable
+        + ["pictures"] * sees
+    )
     return [*map(file_identity, files), *more, *_limit(args), *_beside_text(rows)]
 
 
@@ -456,8 +458,7 @@ def _replaced_bytes(documents: Dataset) -> dict[str, int]:
     counts: Counter[str] = Counter()
     replaced = np.asarray(documents.data.column("replaced_bytes"))
     for i in np.flatnonzero(replaced):
-        file = re.sub(r"(\.(jsonl|ndjson)):\d+$", r"\1", documents[int(i)]["where"], flags=re.I)
-        counts[file] += int(replaced[i])
+        counts[file_of(documents[int(i)]["where"])] += int(replaced[i])
     return dict(counts)
 
 

@@ -222,8 +222,9 @@ class DataArguments:
 
     train_file: list[str] | None = _data(
         None,
-        "Files, folders or globs: text, code or JSONL (docs/data.md). JSONL has `text`, "
-        "`messages`, `conversations` or `prompt`/`completion`; for other tasks "
+        "Files, folders or globs: text, code or records (docs/data.md). Records are JSON, JSONL, "
+        "CSV, TSV, Parquet or Arrow with `text`, `messages`, `conversations`, "
+        "`prompt`/`completion` or `instruction`/`output`; for other tasks "
         "`prompt`/`chosen`/`rejected` or `prompt`/`completion`/`label`. Default: "
         "Python's own standard library.",
     )
@@ -237,8 +238,8 @@ class DataArguments:
     )
     max_samples: int | None = _rare_data(
         None,
-        "Read so many records of each file, for trial runs. The first ones of each JSONL file and "
-        "of a dataset; of files of text, which are a document each, so many in all.",
+        "Read so many records of each file, for trial runs. The first ones of each file of records "
+        "and of a dataset; of files of text, which are a document each, so many in all.",
         COUNT,
         ROWS,
     )

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from longctx.data.reading.sources import find_files, read_documents
+from longctx.data.reading.files import find_files
+from longctx.data.reading.sources import read_documents
 from longctx.data.text.encoding import encode
 from longctx.data.text.tokenizer import load_tokenizer
 from longctx.errors import UserError, one_line, printable, say
@@ -142,7 +143,7 @@ def cut_windows(
 ) -> list[np.ndarray]:
     """At most `windows` stretches of seq_len tokens, each of one document: the first of every
     document before the second of any."""
-    documents = [d for d in read_documents(find_files(files)) if d.kind == "text"]
+    documents = [d for d in read_documents(find_files(files, tell=say)) if d.kind == "text"]
     ids = [piece.input_ids for piece in encode(documents, tokenizer)]
     cut = [
         [tokens[i : i + seq_len] for i in range(0, len(tokens) - seq_len + 1, seq_len)]

@@ -251,7 +251,7 @@ def test_one_record_is_too_few_for_kto(build, tmp_path):
 def test_plain_text_streams_and_no_data_are_refused(build, tmp_path):
     (tmp_path / "book.txt").write_text("a book")
     message = (
-        r"book\.txt is plain text, but a task of pairs reads \.jsonl files of records with `chosen`"
+        r"book\.txt is plain text, but a task of pairs reads files of records .* with `chosen`"
     )
     with pytest.raises(UserError, match=message):
         build([tmp_path / "book.txt"])

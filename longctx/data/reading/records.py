@@ -34,9 +34,9 @@ from longctx.data.reading.fields import (
 from longctx.data.reading.groups import READERS, SEEN_BY, TASKS, Rows
 from longctx.data.reading.picture_sources import named_source
 from longctx.data.reading.pictured_groups import read_pictured_group
-from longctx.data.reading.places import has_pictures, read_conversation
+from longctx.data.reading.places import TURNS, has_pictures, read_conversation
 from longctx.data.reading.preferences import PAIRS, RATED, is_pair, is_rated, read_group
-from longctx.data.reading.turns import check_some_trained, read_turns
+from longctx.data.reading.turns import check_some_trained, listed_turns, read_turns
 from longctx.data.reading.values import check_depth, kind
 from longctx.errors import UserError
 
@@ -96,6 +96,7 @@ def as_document(
         raise UserError(f"{where}: expected an object with {FORMATS[rows]}, found {kind(record)}")
     check_depth(record, where)
     given = {key: value for key, value in record.items() if value is not None}
+    given |= {key: listed_turns(given[key], key, where) for key in TURNS if key in given}
     check_choices(given, ALWAYS, where)
     read: Read | None
     if has_pictures(given):

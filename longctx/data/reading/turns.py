@@ -9,10 +9,11 @@ which a tool chooses what is trained are refused. All further keys reach the cha
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from longctx.data.reading.values import is_flag, kind, parse_json, shown
+from longctx.data.reading.values import check_depth, fault, is_flag, kind, parse_json, shown
 from longctx.errors import UserError
 
 ROLES = {
@@ -22,12 +23,14 @@ ROLES = {
     "human": "user",
     "assistant": "assistant",
     "gpt": "assistant",
+    "model": "assistant",
     "function_call": "assistant",
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
     "ipython": "tool",
 }
+"""A role in small letters -> what chat templates call it."""
 NAMES = {"messages": ("role", "content"), "conversations": ("from", "value")}
 """How a turn's role and text are called in a list of this name; both pairs are read in either."""
 TEXT_PARTS = (None, "text", "input_text", "output_text")
@@ -45,6 +48,36 @@ REFUSED = {
 }
 """Keys of a turn that choose what other tools train -> what to do."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+def listed_turns(value: Any, key: str, where: str) -> Any:
+    """Turns as a list, from the other forms in which tables hold them: JSON in a string (of
+    `messages` and `conversations`, which are no texts), or an object of lists.
+
+        {"role": ["user", "assistant"], "content": ["q", "a"]}
+
+    Raises UserError starting with `where` for a string that is not JSON and for lists of unlike
+    lengths."""
+    if isinstance(value, str) and key in NAMES:
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise UserError(
+                f"{where}: `{key}` must be a list of turns, found a string that is not JSON "
+                f"({fault(error)})"
+            ) from error
+        check_depth(value, f"{where}: `{key}`")
+    if not isinstance(value, Mapping) or not any(
+        isinstance(value.get(name), list) for name in ("role", "from")
+    ):
+        return value
+    lists = {name: items for name, items in value.items() if isinstance(items, list)}
+    if len(lists) < len(value) or len({*map(len, lists.values())}) > 1:
+        raise UserError(
+            f"{where}: `{key}` is an object of lists, which must all be as long: write a list of "
+            "turns"
+        )
+    return [dict(zip(lists, turn, strict=True)) for turn in zip(*lists.values(), strict=True)]
 
 
 def read_turns(turns: Any, key: str, where: str) -> tuple[list[dict[str, Any]], list[int]]:
@@ -84,9 +117,10 @@ def _message(turn: Mapping[str, Any], names: tuple[str, str], at: str) -> dict[s
     (role_key, role), (content_key, content) = (
         _either(turn, name, other, at) for name, other in zip(names, _others(names), strict=True)
     )
-    if not isinstance(role, str) or role not in ROLES:
+    named, role = role, role.strip().lower() if isinstance(role, str) else ""
+    if role not in ROLES:
         raise UserError(
-            f"{at} has the unknown {role_key} {role!r}; known: {', '.join(sorted(ROLES))}"
+            f"{at} has the unknown {role_key} {named!r}; known: {', '.join(sorted(ROLES))}"
         )
     extra = {k: v for k, v in turn.items() if v is not None}  # which templates would print
     for key in ("role", "content", "from", "value", *TRAINED):

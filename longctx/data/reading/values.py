@@ -70,18 +70,20 @@ def check_depth(value: Any, where: str) -> None:
     raise UserError(f"{where}: nested more than {MAX_DEPTH} levels deep: flatten or remove it")
 
 
+def fault(error: Exception) -> str:
+    """Why a text is not JSON, from the error of its parser."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg.removesuffix(' starting at')} at column {error.colno}"
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
 def parse_json(text: str, where: str) -> Any:
     """Raises UserError for a text that is not JSON, or of too many levels."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        reason = (
-            f"{error.msg} at column {error.colno}"
-            if isinstance(error, json.JSONDecodeError)
-            else "nested too deeply"
-            if isinstance(error, RecursionError)
-            else str(error)
-        )
-        raise UserError(f"{where} is not JSON ({reason}): one object a line is expected") from error
+        raise UserError(
+            f"{where} is not JSON ({fault(error)}): one object a line is expected"
+        ) from error
     check_depth(value, where)
     return value

@@ -26,7 +26,8 @@ from transformers.utils import logging as transformers_logging
 
 from longctx.constants import VOCAB_SIZE
 from longctx.data.pack.cache import cache_path, digest, mark_used, write_text
-from longctx.data.reading.sources import read_documents, stdlib_files
+from longctx.data.reading.files import stdlib_files
+from longctx.data.reading.sources import read_documents
 from longctx.data.text.trial import try_tokenizer
 from longctx.errors import UserError, one_line, print_rank0
 from longctx.options.config import DataArguments, ModelArguments

@@ -94,7 +94,7 @@ RECORDS = {
     "a completion of objects": (record(prompt="p", completion={}), fails("found an empty object")),
     "a completion of null": (record(prompt="p", completion=None), fails(EXPECTED)),
     "a prompt longer than a row": (record(prompt="p " * 999, completion="c"), works("left out")),
-    "messages is a string": (record(messages="hi"), fails("`messages` must be a list of turns")),
+    "messages is a string": (record(messages="hi"), fails("`messages` must .* is not JSON")),
     "messages is an object": (record(messages={"a": 1}), fails("`messages` must be a list")),
     "messages is a number": (record(messages=3), fails("`messages` must be a list")),
     "no messages": (record(messages=[]), fails("`messages` must be .* found an empty list")),
@@ -106,7 +106,7 @@ RECORDS = {
     "a role of two lines": (chat({"role": "a\nb", "content": ""}), fails("unknown role")),
     "a role is a list": (chat({"role": [], "content": "x"}), fails(r"the unknown role \[\]")),
     "a role is an object": (chat({"role": {"a": 1}, "content": "x"}), fails("unknown role")),
-    "a role in capitals": (chat({"role": "User", "content": "x"}, ANSWER), fails("'User'")),
+    "a role in capitals": (chat({"role": "User", "content": "x"}, ANSWER), works("2 documents")),
     "no role": (chat({"content": "x"}), fails("turn 1 .* unknown role None")),
     "no assistant": (chat(USER), fails("no assistant turn")),
     "an assistant alone": (chat(ANSWER), works("2 documents")),
@@ -318,7 +318,7 @@ CLIENTS = {
     ),
     "Gemini's role": (
         chat(USER, {"role": "model", "content": "a"}),
-        fails("turn 2 .* unknown role 'model'"),
+        works("2 documents"),
     ),
     "Gemini's parts": (
         chat(USER, {"role": "assistant", "parts": ["a"]}),
@@ -370,7 +370,7 @@ CLIENTS = {
     ),
     "messages in a string": (
         record(messages='[{"role": "user", "content": "q"}]'),
-        fails("`messages` must be a list of turns, found a s"),
+        fails("no assistant turn"),
     ),
     "a conversation in a string": (
         record(conversation="USER: q ASSISTANT: a"),
@@ -429,7 +429,8 @@ FILES = {
         fails("z.txt is no text but a zip archive: unpack it"),
     ),
     "gzip": (file("z.txt", gzip.compress(ASCII)), fails(r"z\.txt is no text but gzip-comp")),
-    "a gzipped JSONL": (file("z.jsonl.gz", b"\x1f\x8b\x08" + bytes(99)), fails(r"z\.jsonl\.gz")),
+    "a torn gzip": (file("z.jsonl.gz", b"\x1f\x8b\x08" + bytes(99)), fails(r"z\.jsonl\.gz")),
+    "a gzipped JSONL": (file("z.jsonl.gz", gzip.compress(GOOD_LINE * 9)), works("9 documents")),
     "a pickle": (
         file("p.txt", b"\x80\x04\x95" + bytes(99)),
         fails("is no text but a Python pickle: write its text as .jsonl"),
@@ -456,8 +457,20 @@ FILES = {
     "escape codes of a terminal": (file("t.txt", b"\x1b]0;owned\x07" * 99), works("1 document")),
     "one line of five megabytes": (file("l.txt", b"word " * 1_000_000), works("1 document")),
     "ten thousand blank lines": (file("b.txt", b"\n" * 10_000 + ASCII), works("1 document")),
-    "JSON that is no JSONL": (file("a.json", b"[]"), fails(r"a\.json: JSON is read line by line")),
-    "CSV": (file("a.csv", b"text\nhello\n"), works("1 document")),
+    "an empty list": (file("a.json", b"[]"), fails(r"no readable text in .*a\.json")),
+    "a list of records": (file("a.json", b'[{"text": "hello"}]'), works("1 document")),
+    "a list that breaks off": (file("a.json", b'[{"text": "he'), fails(r"a\.json:1 is not JSON")),
+    "a list nested too deeply": (file("a.json", b"[" * 200_000), fails("nested too deeply")),
+    "CSV": (file("a.csv", b"text\nhello\nyou\n"), works("2 documents")),
+    "CSV of other columns": (
+        file("a.csv", b"a,b\n1,2\n"),
+        fails("no columns of records.*`a`, `b`"),
+    ),
+    "a torn Parquet file": (file("a.parquet", b"PAR1" + bytes(99)), fails(r"a\.parquet broke")),
+    "a bomb of gzip": (
+        file("z.jsonl.gz", gzip.compress(b'{"text": "' + bytes(99 << 20))),
+        fails(r"z\.jsonl\.gz unpacks to more than 200 times its size"),
+    ),
     "an unknown ending": (file("a.xyz", ASCII), works("1 document")),
     "no ending": (file("README", ASCII), works("1 document")),
     "JSONL named txt": (file("a.txt", GOOD_LINE * 9), works("1 document")),
