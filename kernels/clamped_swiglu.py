@@ -67,6 +67,16 @@ def _backward_reference_(
 
 
 @triton.jit
+def _at(blocks_per_row, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A program's rows (ROWS, 1), and its columns of `made` (1, 2 BLOCK) and of the product."""
+    # int64: row * stride passes 2^31 at 400,000 slots of 5760.
+    row = (tl.program_id(0) // blocks_per_row).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    first = (tl.program_id(0) % blocks_per_row) * BLOCK
+    pair, offs = (2 * first + tl.arange(0, 2 * BLOCK))[None, :], (first + tl.arange(0, BLOCK))[None]
+    return row, pair, offs
+
+
+@triton.jit
 def _parts(made_ptrs, mask, alpha, limit, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """gate and up as they are and as g and u, and s, (ROWS, BLOCK) each."""
     made = tl.load(made_ptrs, mask=mask, other=0.0).to(tl.float32)
@@ -91,10 +101,7 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # int64: row * stride passes 2^31 at 400,000 slots of 5760.
-    row = (tl.program_id(0) // blocks_per_row).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    first = (tl.program_id(0) % blocks_per_row) * BLOCK
-    pair, offs = (2 * first + tl.arange(0, 2 * BLOCK))[None, :], (first + tl.arange(0, BLOCK))[None]
+    row, pair, offs = _at(blocks_per_row, ROWS, BLOCK)
     ptrs, mask = made_ptr + row * stride_made + pair, (row < T) & (pair < 2 * F)
     _, _, g, u, s = _parts(ptrs, mask, alpha, limit, ROWS, BLOCK)
     product = round_to((u + 1) * g * s, out_ptr.dtype.element_ty)
@@ -115,9 +122,7 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = (tl.program_id(0) // blocks_per_row).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    first = (tl.program_id(0) % blocks_per_row) * BLOCK
-    pair, offs = (2 * first + tl.arange(0, 2 * BLOCK))[None, :], (first + tl.arange(0, BLOCK))[None]
+    row, pair, offs = _at(blocks_per_row, ROWS, BLOCK)
     ptrs, mask = made_ptr + row * stride_made + pair, (row < T) & (pair < 2 * F)
     gate, up, g, u, s = _parts(ptrs, mask, alpha, limit, ROWS, BLOCK)
     d_ptrs = d_product_ptr + row * stride_d_product + offs
