@@ -1,3 +1,4 @@
+# UNBUILT: written on a machine without Docker, and not built anywhere yet.
 # longctx on a machine with NVIDIA GPUs (docs/commands.md#docker).
 #
 #   docker build -t longctx .

@@ -25,6 +25,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from longctx.constants import __distribution__ as __distribution__
 from longctx.constants import __version__ as __version__
 
 if TYPE_CHECKING:  # what type checkers and editors read; _HOMES below is what runs

@@ -30,6 +30,7 @@ COMMANDS = {
     "cache": "longctx.data.pack.prune",
     "doctor": "longctx.report.doctor",
     "eval": "longctx.report.evaluate",
+    "help": "longctx.commands.help",
     "merge": "longctx.lora.merge",
     "plan": "longctx.report.plan",
     "recipes": "longctx.commands.recipes",
@@ -55,8 +56,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(argv: list[str]) -> None:
     """Raises UserError for an unknown command, and what a command raises."""
-    if argv[:1] == ["help"]:
-        argv = [*argv[1:2], "--help"]
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return
@@ -99,7 +98,8 @@ def usage() -> str:
         [
             *lines,
             "",
-            "longctx COMMAND --help shows a command's options, longctx --version the version.",
+            "longctx COMMAND --help shows a command's options, longctx help lists the pages of the",
+            "documentation, longctx --version shows the version.",
         ]
     )
 

@@ -1,9 +1,12 @@
-"""Numbers that mean the same in every room, and the version."""
+"""Numbers that mean the same in every room, the version, and the name of the distribution."""
 
 from __future__ import annotations
 
 __version__ = "0.2.0.dev0"
 """The one home of the version (setup.py, pyproject.toml)."""
+__distribution__ = "longctx-train"
+"""What pip installs; `import longctx` and the command `longctx` have a shorter name, which on the
+public index is another project's. pyproject.toml repeats it."""
 GIB = 2**30
 """Bytes of a GiB."""
 IGNORE_INDEX = -100

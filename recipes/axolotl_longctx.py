@@ -1,6 +1,6 @@
 """A plugin of axolotl that trains its model on longctx's schedule.
 
-    pip install axolotl longctx
+    pip install axolotl
     longctx recipes axolotl_longctx.py > axolotl_longctx.py
     axolotl train config.yaml            in this folder, with these lines in config.yaml:
 

@@ -1,6 +1,6 @@
 """Lightning's Trainer with longctx's schedule: packed documents at any length that fits.
 
-pip install lightning longctx
+pip install lightning
 longctx recipes lightning_sft.py > lightning_sft.py
 python lightning_sft.py meta-llama/Llama-3.2-1B notes.txt runs/lightning --seq_len 32768
 """

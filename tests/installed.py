@@ -109,7 +109,7 @@ def main() -> None:
     spec = importlib.util.find_spec("kernels")  # Hugging Face's
     report = {
         "file": longctx.__file__,
-        "version": [longctx.__version__, version("longctx")],
+        "version": [longctx.__version__, version(longctx.__distribution__)],
         "modules": found,
         "templates": sorted(p.name for p in Path(longctx.__file__).parent.rglob("*.jinja")),
         "help": printed("--help"),

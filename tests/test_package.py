@@ -23,7 +23,7 @@ from test_kernels_name import write_kernels
 import longctx
 from longctx.cli import COMMANDS
 
-LINKED = ("kernels", "recipes", "ds_configs", "fsdp_configs")
+LINKED = ("kernels", "recipes", "ds_configs", "fsdp_configs", "docs")
 """Folders of the repository to which longctx/ has links."""
 BUILD = """
 import os, sys
@@ -78,7 +78,9 @@ def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel: Path) -> 
         path.relative_to(ROOT).as_posix()
         for top in (folder, folder / "kernels", *(folder / "share").iterdir())
         for path in top.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file()
+        and "__pycache__" not in path.parts
+        and (top.name != "docs" or path.suffix == ".md")  # `longctx help` shows no pictures
     }
     assert packed == sources
     assert {
@@ -182,6 +184,14 @@ def test_no_link_of_the_long_description_is_relative(wheel: Path, setup: ModuleT
     assert len(targets(with_address)) == len(targets(readme)) > 20
     assert "raw/v1/docs/front.png)" in with_address and "blob/v1/docs/results.md#" in with_address
     assert description.count("```") == readme.count("```")
+    for link in re.findall(r"https://host.example/longctx/(?:blob|raw)/v1/([^)\s]+)", with_address):
+        path, _, anchor = link.partition("#")
+        assert (ROOT / path).exists(), link
+        text = (ROOT / path).read_text() if anchor else ""
+        heads = re.findall(r"^#+ (.*)$", text, flags=re.M)
+        assert not anchor or anchor in {
+            re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads
+        }, link
 
 
 def test_an_index_takes_both(sdist: Path, wheel: Path) -> None:

@@ -16,7 +16,6 @@ again, but none fails. FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED and _CACHE_DIR, wh
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import importlib
@@ -29,9 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from longctx.errors import one_line, print_rank0
 from longctx.kernels.compiling import NOTICE
+from longctx.safety.packages import pip_install
 from longctx.safety.system import CACHE, cpu_line, expanded, version_of
 
 TRAINABLE = (9, 10, 11, 12)
@@ -66,7 +67,7 @@ def why_not(device: torch.device, head_dim: int = 128, softcap: bool = False) ->
     if softcap and (major == 12 or (major in (10, 11) and head_dim == 256)):
         return f"has no backward kernel for capped scores on this GPU (sm_{major}{minor})"
     if not present():
-        return "is not installed (pip install 'longctx[fa4]')"
+        return f"is not installed ({pip_install('flash-attn-4')})"
     try:
         load()
     except Exception as error:  # a half-installed CUDA library may raise any type of error
@@ -148,11 +149,8 @@ def _claim(folder: Path) -> None:
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise PermissionError("others may write there")
-    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    finally:
-        os.close(lock)
+    with suppress(Timeout), FileLock(folder / ".lock", timeout=0, mode=0o600):
+        pass  # taken by another run that starts now: locks can be made
 
 
 def _identity() -> str:

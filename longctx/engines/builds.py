@@ -8,14 +8,15 @@ drops with its process: a marker that is there when the lock is held was left by
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch.utils.cpp_extension import get_default_build_root
 
 from longctx.errors import UserError
@@ -32,21 +33,13 @@ def build_one_at_a_time() -> None:
     load = OpBuilder.load
     if hasattr(load, "__wrapped__"):  # done before
         return
-    lock, depth = _lock_file(folder), 0  # an operator may load another one
+    lock = FileLock(folder / ".lock")
 
     @functools.wraps(load)
     def load_alone(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal depth
-        if depth == 0:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        depth += 1
-        try:
+        with lock:  # taken once more by an operator that loads another one
             (folder / self.name / "lock").unlink(missing_ok=True)
             return load(self, *args, **kwargs)
-        finally:
-            depth -= 1
-            if depth == 0:
-                fcntl.flock(lock, fcntl.LOCK_UN)
 
     OpBuilder.load = load_alone
 
@@ -61,15 +54,10 @@ def extensions_folder(deepspeed_version: str) -> Path:
     folder = root / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        os.close(_lock_file(folder))
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UserError(
             f"DeepSpeed builds its operators in {folder}, which cannot be written "
             f"({error.strerror}): set TORCH_EXTENSIONS_DIR to another folder"
         ) from error
     return folder
-
-
-def _lock_file(folder: Path) -> int:
-    """Opened, and never through a link that somebody has put there."""
-    return os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)

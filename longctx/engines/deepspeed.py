@@ -35,6 +35,7 @@ from longctx.memory.pending import Pending, trained_bytes_on_gpu
 from longctx.options.config import TrainArguments, explained_options, means_no, read_settings
 from longctx.options.shipped import find
 from longctx.safety.noise import show_greeting
+from longctx.safety.packages import pip_install
 from longctx.safety.system import installed
 
 if TYPE_CHECKING:  # it imports datasets
@@ -80,7 +81,7 @@ class DeepSpeed(Engine):
         if args.deepspeed == {}:
             raise UserError("--deepspeed holds no settings: see `longctx recipes zero3.json`")
         if not installed("deepspeed"):
-            raise UserError("this run asks for DeepSpeed: pip install 'longctx[deepspeed]'")
+            raise UserError(f"this run asks for DeepSpeed: {pip_install('deepspeed')}")
         if args.on_nonfinite == "skip":
             raise UserError(
                 "--on_nonfinite skip is impossible with DeepSpeed, which steps by itself: use stop"

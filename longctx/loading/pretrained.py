@@ -37,6 +37,7 @@ from longctx.options.model import ModelSource
 from longctx.safety.checksum import checksums
 from longctx.safety.files import refuse_odd, refuse_run
 from longctx.safety.noise import hidden_report
+from longctx.safety.packages import pip_install
 from longctx.safety.system import expanded, installed
 
 MOST_LAYERS = 512
@@ -247,7 +248,7 @@ def _pretrained(source: ModelSource) -> tuple[str, dict[str, Any]]:
         if not os.path.isfile(path):
             raise UserError(f"no such GGUF file: {name}")
         if not installed("gguf"):
-            raise UserError(f"{name} needs the gguf package: pip install gguf")
+            raise UserError(f"{name} needs the gguf package: {pip_install('gguf')}")
         return str(path.parent), {**where, "gguf_file": path.name}
     folder = expanded(name)
     if os.path.isdir(folder):

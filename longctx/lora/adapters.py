@@ -35,6 +35,7 @@ from longctx.model.stand_ins import shaped_experts
 from longctx.model.strangers import why_not_scheduled
 from longctx.model.vision import towers
 from longctx.options.config import ModelArguments
+from longctx.safety.packages import pip_install
 from longctx.safety.system import expanded, installed
 
 ALL_LINEAR = "all-linear"
@@ -49,7 +50,7 @@ _SCORE = "score"
 def check_peft(args: ModelArguments) -> None:
     """Raises UserError where adapters are asked for and PEFT is not installed."""
     if args.lora_r is not None and not installed("peft"):
-        raise UserError("--lora_r needs PEFT: pip install 'longctx[lora]'")
+        raise UserError(f"--lora_r needs PEFT: {pip_install('peft')}")
 
 
 def check_lora(args: ModelArguments, config: PretrainedConfig) -> None:

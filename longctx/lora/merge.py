@@ -41,6 +41,7 @@ from longctx.output.folder import claimed
 from longctx.output.rehearsal import rehearse
 from longctx.output.save import disk_problem, publish, require_space
 from longctx.program import Parser
+from longctx.safety.packages import pip_install
 from longctx.safety.system import expanded, installed
 
 QUANTIZE = ("none", "nf4")
@@ -91,7 +92,7 @@ def merge(
     """Raises UserError for what is no adapter, does not fit its model, or would run code."""
     needed = ["peft"] + ["bitsandbytes"] * (quantize == "nf4")
     if missing := [name for name in needed if not installed(name)]:
-        raise UserError(f"longctx merge needs {missing[0]}: pip install 'longctx[lora]'")
+        raise UserError(f"longctx merge needs {missing[0]}: {pip_install(*missing)}")
     found = read_adapter(adapter)
     name = model or found.get("base_model_name_or_path")
     if not name:

@@ -20,6 +20,7 @@ from longctx.model.blocks import decoder_layers
 from longctx.model.classes import without_storage
 from longctx.model.matrices import linears, matrices, stack_names, stacks
 from longctx.options.config import ModelArguments
+from longctx.safety.packages import pip_install
 from longctx.safety.system import installed
 
 
@@ -28,7 +29,7 @@ def check_quantize(args: ModelArguments) -> None:
     if args.quantize == "none":
         return
     if not installed("bitsandbytes"):
-        raise UserError("--quantize nf4 needs bitsandbytes: pip install 'longctx[lora]'")
+        raise UserError(f"--quantize nf4 needs bitsandbytes: {pip_install('bitsandbytes')}")
     if str(args.model_name_or_path).endswith(".gguf"):
         raise UserError(
             "--quantize nf4 and a GGUF file: give the model that the file was made from"

@@ -19,6 +19,7 @@ from longctx.model.families import base_of
 from longctx.model.family import part_of
 from longctx.model.look import whole_shape
 from longctx.options.config import ModelArguments
+from longctx.safety.packages import pip_install
 
 _NAME = "default"
 
@@ -75,7 +76,7 @@ def with_lora_shapes(model: Any, args: ModelArguments) -> Any:
     """Puts adapters on a model without storage, in place, and returns it. Raises UserError for
     parts that are trained as a whole, which PEFT copies."""
     if args.lora_modules_to_save:
-        raise UserError("--lora_modules_to_save needs PEFT: pip install 'longctx[lora]'")
+        raise UserError(f"--lora_modules_to_save needs PEFT: {pip_install('peft')}")
     assert args.lora_r is not None
     model.requires_grad_(False)
     how = args.lora_r, args.lora_dropout, args.use_dora

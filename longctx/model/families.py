@@ -386,7 +386,7 @@ def not_known(what: str, scored: bool = False) -> str:
     return (
         f"longctx has no family for {what}{why}. It knows {', '.join(FAMILIES)}, and the "
         f"vision-language {', '.join(PREFIXES)} around these. {remedy}, with one document a row "
-        "if it mixes those of packed rows; docs/add_a_family.md shows how a family is added"
+        "if it mixes those of packed rows; `longctx help add_a_family` shows how a family is added"
     )
 
 

@@ -222,8 +222,8 @@ class DataArguments:
 
     train_file: list[str] | None = _data(
         None,
-        "Files, folders or globs: text, code or records (docs/data.md). Records are JSON, JSONL, "
-        "CSV, TSV, Parquet or Arrow with `text`, `messages`, `conversations`, "
+        "Files, folders, globs: text, code or records (`longctx help data`). Records are JSON, "
+        "JSONL, CSV, TSV, Parquet or Arrow with `text`, `messages`, `conversations`, "
         "`prompt`/`completion` or `instruction`/`output`; for other tasks "
         "`prompt`/`chosen`/`rejected` or `prompt`/`completion`/`label`. Default: "
         "Python's own standard library.",

@@ -21,6 +21,7 @@ from argparse import ArgumentError, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,7 +30,10 @@ import torch
 from accelerate.utils import DynamoBackend
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
-from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
 
 from longctx.errors import UserError, one_line, print_rank0, say
 from longctx.options.arguments import DataArguments as DataArguments
@@ -158,10 +162,15 @@ def _check_compile(args: TrainingArguments) -> None:
 def _check_reports(report_to: Sequence[str]) -> None:
     available = get_available_reporting_integrations()
     for name in report_to:
+        if name not in INTEGRATION_TO_CALLBACK:
+            near = get_close_matches(name, INTEGRATION_TO_CALLBACK, n=1)
+            guess = f"did you mean {near[0]}? " if near else ""
+            known = ", ".join(INTEGRATION_TO_CALLBACK)
+            raise UserError(f"--report_to {name}: {guess}transformers knows {known}")
         if name not in available:
+            package = {"flyte": "flytekit", "azure_ml": "azureml-core"}.get(name, name)
             raise UserError(
-                f"--report_to {name} is not installed (pip install {name}), or is not known to "
-                "transformers; here are: "
+                f"--report_to {name} is not installed: pip install {package}; here are: "
                 f"{', '.join(available) or 'none'}"
             )
 

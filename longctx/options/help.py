@@ -47,7 +47,7 @@ def help_text(actions: Iterable[argparse.Action], *, prog: str, everything: bool
     if not everything:
         lines += [
             "",
-            "--help_all lists all options, in full. docs/flags.md explains the main ones.",
+            "--help_all lists all options, in full. `longctx help flags` explains the main ones.",
         ]
     return "\n".join(lines)
 

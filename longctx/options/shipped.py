@@ -1,8 +1,10 @@
-"""Files that come with longctx: recipes, scripts with TRL's trainers, and settings of engines.
+"""Files that come with longctx: recipes, scripts with TRL's trainers, settings of engines, and the
+pages of the documentation.
 
-In a clone they lie in recipes/, ds_configs/ and fsdp_configs/, to which share/ has links; in a
-wheel share/ has these folders themselves. An option of such a file takes its name, with or without
-folder and suffix: `--config quickstart` and `--config recipes/quickstart.yaml` work in any folder.
+In a clone they lie in recipes/, ds_configs/, fsdp_configs/ and docs/, to which share/ has links; in
+a wheel share/ has these folders themselves. An option of such a file takes its name, with or
+without folder and suffix: `--config quickstart` and `--config recipes/quickstart.yaml` work in any
+folder.
 """
 
 from __future__ import annotations

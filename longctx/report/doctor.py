@@ -18,13 +18,11 @@ import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from packaging.requirements import Requirement
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -38,6 +36,7 @@ from longctx.options.config import DataArguments, TrainArguments
 from longctx.plan.measure import Gpu, gpu_here, this_machine
 from longctx.program import Parser
 from longctx.report.missing import Facts, Rate, Unfit, missing, rates
+from longctx.safety.packages import namesakes, requirements
 from longctx.safety.system import expanded, version_of
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -104,6 +103,7 @@ def examine(folders: dict[str, Path], *, again: bool = False) -> Facts:
         shm_bytes=_total(Path("/dev/shm")),
         folders={what: (path, *_free(path)) for what, path in folders.items()},
         unfit=unfit_packages(),
+        namesakes=namesakes(),
     )
 
 
@@ -149,23 +149,10 @@ def _can_be_named(path: Path) -> bool:
     return True
 
 
-EXTRAS = ("", "deepspeed", "fa4", "gguf", "liger", "lora", "profile")
-"""None, and those of runs. What tests and documentation need is nobody else's concern."""
-
-
 def unfit_packages() -> list[Unfit]:
     """Packages that runs use, optional ones where they are installed, in a version that longctx
     does not take."""
-    try:
-        needed = map(Requirement, metadata.requires("longctx") or [])
-    except metadata.PackageNotFoundError:  # a folder with the sources, not installed
-        return []
-    used = (
-        line
-        for line in needed
-        if line.marker is None or any(line.marker.evaluate({"extra": name}) for name in EXTRAS)
-    )
-    found = ((version_of(line.name), line) for line in used)
+    found = ((version_of(line.name), line) for line in requirements())
     unfit = [
         Unfit(line.name, version, str(line.specifier))
         for version, line in found

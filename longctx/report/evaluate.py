@@ -6,7 +6,7 @@ Loss by position: windows of seq_len tokens of single documents, no packing; the
 tokens in each of the buckets 0..1/16, 1/16..1/4, 1/4..1/2 and 1/2..1 of seq_len (at 32768: 0-2K,
 2K-8K, 8K-16K, 16K-32K). A model that uses its context has a loss that falls with position;
 one beyond its positions has a loss that explodes. Needles: needle.py, at 1/8, 1/4, 1/2 and
-all of seq_len.
+all of seq_len. With --ruler also tasks of RULER, which generate (ruler.py).
 
 The model runs as plain Hugging Face, without labels; logits are made 1024 tokens at a time, so a
 window costs its attention and little memory.
@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from longctx.options.recipe import read_text
 from longctx.program import Parser
 from longctx.report.needle import DEPTHS, needles
 from longctx.report.page import legend_name, pyplot
+from longctx.report.ruler import check_ruler, ruler, ruler_lines
 from longctx.run.loading import load_config, load_model
 from longctx.run.metrics import peak_memory
 from longctx.safety.writing import MARK, check_writable, replace_file
@@ -47,6 +48,16 @@ LOGIT_TOKENS = 1024
 PICTURES = {"png": "Software", "pdf": "Creator", "svg": "Creator"}
 """Ending -> what such a file calls the program that made it."""
 Result = dict[str, Any]
+
+
+class Ruler(NamedTuple):
+    """What is asked of RULER (ruler.py)."""
+
+    tasks: list[str]
+    lengths: list[int]
+    samples: int
+
+
 PEAKS = {
     "peak_gpu_gib": "of GPU memory",
     "peak_reserved_gib": "reserved by torch",
@@ -68,6 +79,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--windows", type=int, default=16, help="windows for the loss, at most")
     parser.add_argument("--repeats", type=int, default=4, help="needles for every length and depth")
+    parser.add_argument(
+        "--ruler", nargs="+", default=[], metavar="TASK", help="tasks of RULER, too, by lm-eval"
+    )
+    parser.add_argument("--samples", type=int, default=20, help="texts of a task and a length")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--name", help="what to call the model; default: its path")
     parser.add_argument("--output", type=Path, help="JSON file; others' results in it stay")
@@ -76,9 +91,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.plot and not args.output:
         raise UserError("--plot draws what --output holds: give both")
-    for name in ("windows", "repeats"):
+    for name in ("windows", "repeats", "samples"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    lengths = check_ruler(args.ruler, args.seq_len) if args.ruler else []
     model_args = ModelArguments(
         model_name_or_path=args.model,
         class_type="vanilla",
@@ -96,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.plot:
         check_picture(args.plot, others, [args.output, *find_files(args.eval_file)])
     try:
-        result = evaluate(model_args, args.eval_file, args.windows, args.repeats)
+        asked = Ruler(args.ruler, lengths, args.samples)
+        result = evaluate(model_args, args.eval_file, args.windows, args.repeats, asked)
     except torch.OutOfMemoryError as error:
         raise UserError("out of GPU memory: a shorter --seq_len or --dtype bfloat16") from error
     result = {"name": name, **result}
@@ -110,9 +127,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def evaluate(
-    model_args: ModelArguments, eval_files: list[str], windows: int, repeats: int
+    model_args: ModelArguments,
+    eval_files: list[str],
+    windows: int,
+    repeats: int,
+    asked: Ruler,
 ) -> Result:
-    """Both measures of a model on held-out text.
+    """Both measures of a model on held-out text, and the tasks of RULER that are asked for.
 
     Raises UserError if no document has `seq_len` tokens.
     """
@@ -134,7 +155,9 @@ def evaluate(
         "loss_by_position": loss_by_position(model, texts, device),
         "needles": find_needles(model, tokenizer, texts, lengths, repeats, device),
     }
-    # Both have read their results back, so that nothing is left for the GPU to do.
+    if asked.tasks:
+        result["ruler"] = [*ruler(model, tokenizer, *asked)]
+    # All have read their results back, so that nothing is left for the GPU to do.
     return {**result, "seconds": time.perf_counter() - start, **peak_memory(device)}
 
 
@@ -232,6 +255,7 @@ def summary(result: Result) -> str:
         share = np.mean([line["found"] for line in result["needles"] if line["tokens"] == tokens])
         lines.append(f"  needles found at {tokens:>6} tokens: {share:.0%}")
     lines.append(f"  needles found in all: {score(result):.0%}")
+    lines += [f"  {printable(line)}" for line in ruler_lines(result.get("ruler", []))]
     peaks = [f"{result[name]:.2f} GiB {of}" for name, of in PEAKS.items() if name in result]
     return "\n".join([*lines, f"  {result['seconds']:.1f} s; at the peak {', '.join(peaks)}"])
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from longctx.constants import GIB
+from longctx.constants import GIB, __distribution__
 from longctx.cost.machines import Machine, machine_like
+from longctx.errors import many
 from longctx.memory.rates import Measured
 from longctx.plan.measure import Gpu
+from longctx.safety.packages import Namesake, pip_install
 
 SLOW, SLOW_LINK = 0.85, 0.8
 """Shares of the profile's rates below which something is in the way."""
@@ -74,6 +76,7 @@ class Facts:
     folders: dict[str, tuple[Path, int, bool]] = field(default_factory=dict)
     """Maps a purpose to its folder, the bytes free there, and whether it may be written."""
     unfit: list[Unfit] = field(default_factory=list)
+    namesakes: list[Namesake] = field(default_factory=list)
 
     @property
     def profile(self) -> Machine | None:
@@ -91,6 +94,18 @@ def missing(facts: Facts) -> Iterator[Missing]:
     for name, version, takes in facts.unfit:
         found = f"longctx takes {takes} and {version} is installed"
         yield Missing(name, found, f"pip install '{name}{takes}'")
+    for other in facts.namesakes:
+        yield _of_a_namesake(other)
+
+
+def _of_a_namesake(other: Namesake) -> Missing:
+    found = f"{other.distribution} {other.version} is imported as longctx, too; {other.folder} runs"
+    undo = f"pip uninstall {other.distribution}"
+    if other.overwritten:
+        found += f", where {many(other.overwritten, 'file')} of {__distribution__} "
+        found += f"{'is' if other.overwritten == 1 else 'are'} overwritten"
+        undo += f" {__distribution__}, then install {__distribution__} again"
+    return Missing("another longctx", found, undo)
 
 
 def _of_the_gpu(facts: Facts) -> Iterator[Missing]:
@@ -129,8 +144,9 @@ def _of_the_gpu(facts: Facts) -> Iterator[Missing]:
             "update the driver: kernels that are compiled here may be refused",
         )
     if facts.fa4:
-        found = facts.fa4.removesuffix(" (pip install 'longctx[fa4]')")
-        yield Missing("flash-attn-4", found, "pip install --upgrade 'longctx[fa4]'")
+        advice = pip_install("flash-attn-4")
+        found = facts.fa4.removesuffix(f" ({advice})")
+        yield Missing("flash-attn-4", found, advice.replace("install", "install --upgrade"))
     if "expandable_segments:true" not in facts.allocator.lower():
         yield Missing(
             "allocator",

@@ -17,6 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from longctx.errors import UserError, printable
+from longctx.safety.packages import pip_install
 from longctx.safety.writing import MARK, replace_file
 
 _JINJA = Environment(
@@ -45,7 +46,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise UserError("pictures need matplotlib: pip install 'longctx[profile]'") from error
+        raise UserError(f"pictures need matplotlib: {pip_install('matplotlib')}") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

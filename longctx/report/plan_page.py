@@ -51,11 +51,12 @@ def _phases(result: dict[str, Any]) -> Any:
     drawn, axes = plt.subplots(figsize=(9, 4))
     names = list(dict.fromkeys(name for phase in phases for name in phase["buffers"]))
     left = [0.0] * len(phases)
-    colours = plt.get_cmap("tab20")
+    maps = ("tab20", "tab20b", "tab20c")  # 20 buffers and more: no colour twice
+    colours = [colour for name in maps for colour in plt.colormaps[name].colors]
     for i, name in enumerate(names):
         widths = [phase["buffers"].get(name, 0.0) for phase in phases]
         labels = [phase["phase"] for phase in phases]
-        axes.barh(labels, widths, left=left, label=name, color=colours(i % 20))
+        axes.barh(labels, widths, left=left, label=name, color=colours[i % len(colours)])
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.axvline(result["gpu_limit_gib"], color="black", linestyle="--")
     axes.invert_yaxis()

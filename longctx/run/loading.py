@@ -49,6 +49,7 @@ from longctx.model.vision import PREFIXES, rest_, towers
 from longctx.options.config import ModelArguments
 from longctx.options.model import ModelSource
 from longctx.options.presets import PRESETS
+from longctx.safety.packages import pip_install
 from longctx.safety.system import installed
 
 HF_ATTENTION = {
@@ -244,7 +245,7 @@ def _check_liger(args: ModelArguments, device: torch.device) -> None:
     if args.class_type != "liger":
         return
     if not installed("liger_kernel"):
-        raise UserError("--class_type liger needs Liger-Kernel: pip install 'longctx[liger]'")
+        raise UserError(f"--class_type liger needs Liger-Kernel: {pip_install('liger-kernel')}")
     if device.type == "cpu":
         raise UserError(
             "--class_type liger needs a GPU (Liger-Kernel has Triton kernels only); "

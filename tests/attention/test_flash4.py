@@ -22,6 +22,7 @@ from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV
 from longctx.errors import UserError
 from longctx.kernels.compiling import Notice, announce_compiling
+from longctx.safety.packages import pip_install
 
 GPU = torch.device("cuda")
 INTERFACE = """
@@ -208,7 +209,7 @@ def test_auto_leaves_short_documents_to_flash(gpu, monkeypatch, capsys) -> None:
     assert isinstance(attention, ByLength) and attention.long_tokens == LONG
     assert (type(attention.short), type(attention.long)) == (Flash, Cudnn)
     said = capsys.readouterr().out
-    assert "flash-attn-4 is not installed (pip install 'longctx[fa4]')" in said
+    assert f"flash-attn-4 is not installed ({pip_install('flash-attn-4')})" in said
     assert "cudnn for documents of 16384 tokens and more, flash for shorter ones" in said
     assert type(choose_attention("cudnn", GPU, torch.bfloat16)[1]) is Cudnn
 
@@ -227,7 +228,7 @@ def test_by_name_an_error_says_what_to_use(package, gpu, monkeypatch) -> None:
         choose_attention("fa4", GPU, torch.bfloat16)
     gpu(9)
     monkeypatch.setattr(flash4, "present", lambda: False)
-    with pytest.raises(UserError, match=r"not installed \(pip install 'longctx\[fa4\]'\); use f"):
+    with pytest.raises(UserError, match=r"not installed \(pip install '?flash-attn-4.*\); use f"):
         choose_attention("fa4", GPU, torch.bfloat16)
 
 

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from paths import PYTHONPATH, ROOT
+
+from longctx import cli
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -91,18 +94,33 @@ def test_with_and_without(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("runs/pictures/run/final/model.safetensors").is_file()
 
 
-RECORDED = "with_and_without"
-"""The notebook that shows what a GPU printed: profiling/run_notebook.py puts it there."""
+def outputs(name: str) -> list[str]:
+    """What a notebook's code cells printed when it was recorded (profiling/run_notebook.py)."""
+    notebook = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text())
+    found = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
+    assert all(output["output_type"] == "stream" for output in found)
+    return ["".join(output["text"]) for output in found]
 
 
-def test_each_notebook_is_tested_and_holds_no_output() -> None:
-    tested = {name.removeprefix("test_") for name in globals()}
-    assert NOTEBOOKS and {path.stem for path in NOTEBOOKS} <= tested
-    for path in NOTEBOOKS:
-        if path.stem == RECORDED:
-            continue
-        for cell in json.loads(path.read_text())["cells"]:
-            assert not cell.get("outputs") and cell.get("execution_count") is None, path
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_each_notebook_is_tested_and_shows_what_it_prints(path: Path) -> None:
+    assert f"test_{path.stem}" in globals()
+    said = outputs(path.stem)
+    prints = [cell for cell in cells(path.stem, "code") if "print(" in cell]
+    assert len(said) >= len(prints) - 1 > 2  # a cell may define a function that prints
+    text = "".join(said)
+    assert len(text) < 10_000 and str(Path.home()) not in text
+    assert not re.search(r"(?i)warning|traceback|/tmp/|/work/|\x1b", text)
+
+
+def test_the_plan_that_a_notebook_shows_is_todays(monkeypatch, capsys) -> None:
+    """`python profiling/run_notebook.py lora_at_length` records it anew."""
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = next(text for text in outputs("lora_at_length") if "rtx-4090" in text)
+    source = next(cell for cell in cells("lora_at_length", "code") if "subprocess" in cell)
+    words = " ".join(re.findall(r'= "([^"]*)"', source)).split()
+    cli.run(words)
+    assert capsys.readouterr().out.split() == shown.split()
 
 
 def test_links_and_imports_of_notebooks() -> None:

@@ -372,7 +372,7 @@ def _main() -> None:
 
 @pytest.fixture(scope="module")
 def reports() -> list[dict]:
-    pytest.importorskip("triton", reason="needs triton: pip install 'longctx[test]'")
+    pytest.importorskip("triton", reason="needs triton: pip install triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     cache = Path(environment.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
     environment["TRITON_CACHE_DIR"] = str(cache / "longctx_ptx_alone")

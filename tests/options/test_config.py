@@ -166,7 +166,8 @@ EVAL = "--eval_file e.txt --eval_strategy steps "
         ('--accelerator_config {"gradient_accumulation_kwargs":3}', "gradient_accumulation_kwargs"),
         ("--accelerator_config gone.json", "cannot read gone.json"),
         ("--lr_scheduler_kwargs gone.json", "not JSON"),
-        ("--report_to codecarbon", "--report_to codecarbon is not installed"),
+        ("--report_to codecarbon", "--report_to codecarbon is not installed: pip"),
+        ("--report_to tensorbord", "--report_to tensorbord: did you mean tensorboard?"),
         ("--train_file a.txt \udcff", "--train_file .*udcff' is not UTF-8"),
         ("--fsdp word", "--fsdp: word is no word of FSDP2"),
         (

@@ -50,7 +50,7 @@ def test_a_machine_that_lacks_nothing() -> None:
 @pytest.mark.parametrize(
     ("changes", "what", "found", "do"),
     [
-        ({"fa4": "is not installed"}, "flash-attn-4", "is not installed", "'longctx[fa4]'"),
+        ({"fa4": "is not installed"}, "flash-attn-4", "is not installed", "install --upgrade "),
         ({"allocator": "max_split_size_mb:1"}, "allocator", "fragments", "=expandable_segments:T"),
         ({"driver_cuda": (12, 4)}, "driver", "580.65.06 for CUDA 12.4, torch", "update the driver"),
         ({"unmeasured": "busy", "measured": None}, "rates", "busy", "longctx doctor --again"),

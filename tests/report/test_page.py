@@ -8,7 +8,7 @@ import pytest
 from jinja2 import UndefinedError
 from markupsafe import Markup
 
-from longctx.report import page
+from longctx.report import page, plan_page
 from longctx.report.page import code, figure, heading, paragraph, pyplot, table, write_page
 
 EVIL = "<script>'\"&</script>"
@@ -51,3 +51,13 @@ def test_two_figures_share_no_id(tmp_path: Path) -> None:
 def test_a_template_that_names_what_is_not_there_fails() -> None:
     with pytest.raises(UndefinedError):
         page._PAGE.render(title="t")
+
+
+def test_no_two_buffers_of_a_plan_have_one_colour() -> None:
+    phases = [
+        {"phase": "forward", "buffers": {f"buffer {n}": 1.0 for n in range(25)}},
+        {"phase": "backward", "buffers": {f"buffer {n}": 1.0 for n in range(20, 45)}},
+    ]
+    (axes,) = plan_page._phases({"phases": phases, "gpu_limit_gib": 80.0}).axes
+    colours = {bars.get_label(): bars.patches[0].get_facecolor() for bars in axes.containers}
+    assert len(colours) == 45 == len({*colours.values()})

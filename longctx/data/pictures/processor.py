@@ -65,7 +65,9 @@ class Pictures:
                 raise ValueError("it names no token of images")
         except ImportError as error:
             missing = "torchvision" if "orchvision" in str(error) else "pillow"
-            raise UserError(f"the processor of {name} needs {missing}: pip install it") from error
+            raise UserError(
+                f"the processor of {name} needs {missing}: pip install {missing}"
+            ) from error
         except Exception as error:  # a stranger's files
             raise UserError(
                 f"{name} has no processor that reads pictures ({one_line(error, 160)}): it needs "
