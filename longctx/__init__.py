@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from longctx.constants import __distribution__ as __distribution__
 from longctx.constants import __version__ as __version__
+from longctx.safety.noise import quiet_imports as _quiet_imports
 
 if TYPE_CHECKING:  # what type checkers and editors read; _HOMES below is what runs
     from longctx import losses as losses
@@ -98,7 +99,8 @@ if not TYPE_CHECKING:  # a type checker that saw it would take any name
             return importlib.import_module(f"longctx.{name}")
         if name not in _HOMES:
             raise AttributeError(f"module 'longctx' has no attribute {name!r}")
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        with _quiet_imports():
+            return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

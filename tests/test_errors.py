@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 from paths import PYTHONPATH, ROOT
 
-from longctx.errors import UserError, counted, on_terminal, print_rank0
+from longctx.errors import UserError, counted, many, on_terminal, print_rank0
 
 # Prints before and after whoever reads has gone; the exit status is the program's own.
 PROGRAM = """
@@ -24,6 +25,14 @@ for _ in range(2000):
     print("y" * 100, file=sys.stderr, flush=True)
 sys.exit(7)
 """
+
+
+def test_a_count_of_one_has_its_noun_in_the_singular() -> None:
+    assert (many(1, "row"), many(2, "row"), many(2000, "row")) == ("1 row", "2 rows", "2,000 rows")
+    written = re.compile(r"(?<!of )\{len\([^{}]*\)(:,)?\} (?!tokens|characters|entries)[a-z]+s\b")
+    for path in (ROOT / "longctx").rglob("*.py"):
+        found = written.search(path.read_text())
+        assert found is None, f"{path}: {found and found[0]}: use many(count, noun)"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +53,7 @@ def test_a_line_stays_a_line(name: str, shown: str, capsys) -> None:
 
 def test_every_print_escapes_what_it_prints() -> None:
     """But for words that stand in the code, and JSON, which escapes by itself."""
-    safe = {"printable", "json.dumps", "usage"}
+    safe = {"printable", "json.dumps", "usage", "cli.usage"}
     for path in (ROOT / "longctx").rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text())):
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "print":

@@ -15,7 +15,7 @@ GROUND = {"longctx", "options", "safety"}
 ALLOWED = {
     "commands": {"report", "run", "tasks", "output", "engines", "loading", "model", "data"},
     "report": {
-        *("run", "plan", "output", "engines", "model", "attention", "data", "memory"),
+        *("run", "plan", "output", "engines", "loading", "model", "attention", "data", "memory"),
         *("cost", "kernels"),
     },
     "run": {

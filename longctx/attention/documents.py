@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.errors import UserError
+from longctx.errors import UserError, many
 
 
 class Padding(NamedTuple):
@@ -264,7 +264,9 @@ def _checked(lengths: Sequence[int], parents: Parents) -> tuple[int | None, ...]
         raise UserError(f"parents is a sequence with an entry per document, got {parents!r}")
     entries = parents.flatten().tolist() if isinstance(parents, Tensor) else list(parents)
     if len(entries) != len(lengths):
-        raise UserError(f"parents has {len(entries)} entries for {len(lengths)} documents")
+        raise UserError(
+            f"parents has {many(len(entries), 'value')} for {many(len(lengths), 'document')}"
+        )
     given = [None if entry is None or _whole(entry) == -1 else _whole(entry) for entry in entries]
     numbers: dict[int, int] = {}  # of the documents that are not empty
     found: list[int | None] = []

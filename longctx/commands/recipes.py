@@ -41,7 +41,7 @@ def show() -> None:
     """Prints the names of all files, with the first sentence of those that say what they are."""
     described = Table.grid(padding=(0, 2))
     described.add_column(no_wrap=True)
-    described.add_row("Recipes", "`longctx train --config NAME`", style="bold")
+    described.add_row("Recipes", "`longctx train NAME`", style="bold")
     for file in RECIPES:
         described.add_row(file.stem, escape(first_sentence(file)))
     described.add_row("Scripts", "`longctx recipes NAME > mine.py`", style="bold")

@@ -1,5 +1,10 @@
 """GPUs that nobody measured here: their datasheets, and the shares of them that a step reaches.
 
+Peaks are those of NVIDIA's datasheets and of its whitepapers on the architectures Ampere, Ada and
+RTX Blackwell: FP16 or BF16 tensor TFLOP/s with FP32 accumulate, without sparsity, which on GeForce
+cards is twice the fp32 rate at the boost clock. The link is PCIe of 16 lanes, of 8 on an RTX 4060
+Ti.
+
 A rate is a datasheet's peak times a share; shares are by kind of chip, never by card:
 
     matmul      the best that cuBLAS reaches in square bf16 matmuls on such cards, times 0.85. An
@@ -106,28 +111,45 @@ CARDS = tuple(
         ("l4", "L4", 22.0, 121, 300, PCIE4, LOW_POWER, 0.0),
         ("a10g", "A10G", 22.0, 70, 600, PCIE4, GEFORCE, 0.0),
         ("a40", "A40", 44.4, 149.7, 696, PCIE4, WORKSTATION, 0.0),
+        ("a5000", "RTX A5000", 23.6, 111.1, 768, PCIE4, WORKSTATION, 0.0),
         ("a6000", "RTX A6000", 47.4, 154.8, 768, PCIE4, WORKSTATION, 0.0),
         ("rtx-6000-ada", "RTX 6000 Ada", 47.4, 364.2, 960, PCIE4, WORKSTATION, 0.0),
         ("rtx-pro-6000", "RTX PRO 6000", 94.9, 503.8, 1792, PCIE5, WORKSTATION, 0.0),
         ("rtx-3090", "RTX 3090", 23.6, 71, 936, PCIE4, GEFORCE, 0.0),
+        ("rtx-4060-ti", "RTX 4060 Ti", 15.6, 44.1, 288, PCIE4 / 2, GEFORCE, 0.0),
+        ("rtx-4060-ti-8gb", "RTX 4060 Ti.*8GB", 7.6, 44.1, 288, PCIE4 / 2, GEFORCE, 0.0),
+        ("rtx-4070-ti", "RTX 4070 Ti", 11.6, 80.2, 504, PCIE4, GEFORCE, 0.0),
+        ("rtx-4070-ti-super", "RTX 4070 Ti SUPER", 15.6, 88.2, 672, PCIE4, GEFORCE, 0.0),
         ("rtx-4080", "RTX 4080", 15.6, 97.5, 717, PCIE4, GEFORCE, 0.0),
         ("rtx-4090", "RTX 4090", 23.5, 165.2, 1008, PCIE4, GEFORCE, 0.0),
+        ("rtx-5070-ti", "RTX 5070 Ti", 15.4, 87.9, 896, PCIE5, GEFORCE, 0.0),
+        ("rtx-5080", "RTX 5080", 15.4, 112.6, 960, PCIE5, GEFORCE, 0.0),
         ("rtx-5090", "RTX 5090", 31.3, 209.5, 1792, PCIE5, GEFORCE, 0.0),
     )
 )
 ALIASES = {
     "h20": "h20-96gb",
     "gh200": "gh200-96gb gh200-480gb",
-    "a100": "a100-80gb a100-sxm",
+    "a100": "a100-80gb a100-sxm a100-sxm4 a100-pcie",
+    "a5000": "rtx-a5000",
     "a6000": "rtx-a6000",
+    "rtx-4060-ti": "rtx-4060-ti-16gb",
+    "rtx-4070-ti": "rtx-4070-ti-12gb",
     "rtx-6000-ada": "a6000-ada ada-6000",
     "rtx-pro-6000": "pro-6000-blackwell rtx-pro-6000-blackwell rtx-6000-pro 6000-blackwell",
     "h100": "h100-sxm h100-80gb",
     "h200": "h200-sxm h200-141gb",
 }
 """Other names of a card, by its name."""
-TOO_OLD = ("t4", "v100", "p100", "rtx-2080-ti", "titan-rtx", "quadro-rtx-8000")
-"""Turing and older. A T4 does 2.3 TFLOP/s in bf16, a twentieth of what it does in fp16."""
+TOO_OLD = {
+    "t4": "65 TFLOP/s in fp16, 2.3 in bfloat16",
+    "v100": "125 TFLOP/s in fp16 by its datasheet, and at most its 15.7 of fp32 in bfloat16",
+    "p100": "",
+    "rtx-2080-ti": "",
+    "titan-rtx": "",
+    "quadro-rtx-8000": "",
+}
+"""Volta, Turing and older: a name, and what is known of the card's bfloat16."""
 
 # --- a card of one's own ---------------------------------------------------------------------
 

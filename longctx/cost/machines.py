@@ -12,27 +12,15 @@ What is measured on this machine (measure.py) is a `Machine` too.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from longctx.constants import GIB
-from longctx.cost.cards import (
-    ALIASES,
-    CARDS,
-    LINK_SHARE,
-    MEMORY_SHARE,
-    OWN_SPREAD,
-    SPREAD,
-    TOO_OLD,
-    Card,
-    own_card,
-)
+from longctx.cost.cards import CARDS, LINK_SHARE, MEMORY_SHARE, SPREAD, Card
 from longctx.cost.fitted import CONTEXT_BYTES, NVLINK, PROCESS_BYTES
 from longctx.cost.rates import AttentionRates, Rates, of_heads
-from longctx.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,39 +140,6 @@ def estimated(card: Card, spread: tuple[float, float] = SPREAD, assumed: str = "
 
 
 MACHINES = {machine.name: machine for machine in (*_MEASURED, *(estimated(card) for card in CARDS))}
-_ALIASES = {alias: name for name, aliases in ALIASES.items() for alias in aliases.split()}
-
-
-def machine_named(name: str) -> Machine:
-    """Returns the machine of a name as people type it (`RTX 4090`, `rtx4090`, `4090`, what CUDA
-    calls it), or of a card of one's own (`gib=24,flops=165e12`). Raises UserError for any other."""
-    if "=" in name:
-        card, assumed = own_card(name)
-        return estimated(card, OWN_SPREAD, assumed)
-    asked = _squeezed(name)
-    for known, meant in ({known: known for known in MACHINES} | _ALIASES).items():
-        if asked in (_squeezed(known), _squeezed(known).removeprefix("rtx")):
-            return MACHINES[meant]
-    if name.lower().startswith("nvidia") and (machine := machine_like(name)):
-        return machine
-    if asked in map(_squeezed, TOO_OLD):
-        raise UserError(
-            f"--gpu {name}: this card computes bfloat16 without tensor cores, and longctx needs an "
-            "Ampere GPU or newer: plan for l4 or a10g, the next cards of that size"
-        )
-    names = {_squeezed(known): known for known in (*MACHINES, *_ALIASES)}
-    close = difflib.get_close_matches(asked, names, n=1)
-    meant = f"; did you mean {names[close[0]]}?" if close else ":"
-    raise UserError(
-        f"--gpu {name}: no such machine is known{meant} Known are {', '.join(MACHINES)}; a card of "
-        "your own is --gpu gib=24,flops=165e12"
-    )
-
-
-def _squeezed(name: str) -> str:
-    """Letters and digits alone, without the names of brands."""
-    letters = re.sub("[^a-z0-9]", "", name.lower())
-    return re.sub("nvidia|geforce|tesla", "", letters)
 
 
 def machine_like(gpu: str) -> Machine | None:

@@ -75,7 +75,7 @@ from longctx.data.text.tokens import (
     pieces_of,
     tokens_of,
 )
-from longctx.errors import UserError, print_rank0, shortened
+from longctx.errors import UserError, many, print_rank0, shortened
 from longctx.options.config import DataArguments
 from longctx.safety.system import expanded
 
@@ -478,7 +478,7 @@ def _part(order: np.ndarray, share: float, held_out: bool) -> np.ndarray:  # (n,
     count = max(1, round(share * len(order)))
     if count >= len(order):
         raise UserError(
-            f"--eval_share {share:g} of {len(order)} documents leaves none to train: lower it, "
-            "give more documents, or name others with --eval_file"
+            f"--eval_share {share:g} of {many(len(order), 'document')} leaves none to train: lower "
+            "it, give more documents, or name others with --eval_file"
         )
     return order[:count] if held_out else order[count:]

@@ -22,7 +22,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from longctx.errors import UserError, one_line
+from longctx.errors import UserError, many, one_line
 from longctx.model.classes import class_of
 from longctx.model.look import whole_shape
 from longctx.output.manifest import Damaged, check_files, read_manifest
@@ -226,10 +226,10 @@ def _misfit(found: Shapes, needed: Shapes, known: Shapes) -> str | None:
     for names, what in (
         (needed.keys() - found.keys(), "its file lacks"),
         (found.keys() - known.keys(), "no module of the model takes"),
-        ({n for n, shape in found.items() if known.get(n, shape) != shape}, "of another shape are"),
+        ({n for n, shape in found.items() if known.get(n, shape) != shape}, "of another shape"),
     ):
         if names:
-            return f"{len(names)} tensors {what} ({_first(names)})"
+            return f"{many(len(names), 'tensor')} {what} ({_first(names)})"
     return None
 
 

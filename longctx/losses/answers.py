@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.constants import IGNORE_INDEX
+from longctx.errors import many
 from longctx.head.log_probs import linear_log_probs
 from longctx.head.stream import check_positive
 
@@ -138,6 +139,6 @@ def halves(**tensors: Tensor) -> list[tuple[Tensor, Tensor]]:
         if len(x) % 2:
             raise ValueError(
                 f"{name} must have the chosen rows first and then as many rejected ones, got "
-                f"{len(x)} rows"
+                f"{many(len(x), 'row')}"
             )
     return [(x[: len(x) // 2], x[len(x) // 2 :]) for x in tensors.values()]

@@ -28,7 +28,7 @@ from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import TransformersKwargs
 
-from longctx.errors import one_line
+from longctx.errors import many, one_line
 from longctx.layer.linear import packed_state
 from longctx.layer.passes import Traits
 from longctx.model.adapters import (
@@ -209,7 +209,8 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
         yield from _other_dtypes(base.norm, dtype, "model.norm")
     _ = rotary_embeddings(base), final_norm_spec(base)
     if len(base.layers) != config.num_hidden_layers:
-        yield f"{len(base.layers)} layers where the configuration has {config.num_hidden_layers}"
+        held = many(len(base.layers), "layer")
+        yield f"{held} where the configuration has {config.num_hidden_layers}"
     if getattr(config, "clip_qkv", None) is not None:
         yield "a clip of q, k and v"
     attention = config._attn_implementation

@@ -31,6 +31,7 @@ from longctx.options.pixels import pixels_of
 from longctx.options.presets import PRESETS
 from longctx.options.task import TaskOptions
 from longctx.options.theirs import OF_TRANSFORMERS, about
+from longctx.options.written import LENGTH
 from longctx.safety.system import CACHE
 
 _CUSTOM = Need("--class_type custom without --parts", lambda m, d, t: m.schedules)
@@ -39,7 +40,6 @@ _HOST = Need(
     lambda m, d, t: t.place != "gpu" or (m.schedules and m.offload_activations != "none"),
 )
 _GPU = Need("a GPU", lambda m, d, t: t.device.type == "cuda")
-_LORA = Need("--lora_r", lambda m, d, t: m.lora_r is not None)
 _DATASET = Need("--dataset_name", lambda m, d, t: d.dataset_name)
 _EVALUATED = Need("--eval_file or --eval_share", lambda m, d, t: d.eval_file or d.eval_share)
 _LOGS = Need("--logging_strategy steps", lambda m, d, t: t.logging_strategy == "steps")
@@ -49,8 +49,7 @@ _model, _rare_model = having("model"), having("model", rare=True)
 _data, _rare_data = having("data"), having("data", rare=True)
 _memory, _custom = having("memory"), having("memory", _CUSTOM)
 _rare_memory = having("memory", rare=True)
-_adapters, _of_adapters = having("adapters", NUMBERS), having("adapters", NUMBERS, _LORA)
-_rare_adapters = having("adapters", NUMBERS, _LORA, rare=True)
+_adapters, _rare_adapters = having("adapters", NUMBERS), having("adapters", NUMBERS, rare=True)
 _training, _rare_training = having("training"), having("training", rare=True)
 _output, _rare_output = having("output"), having("output", rare=True)
 
@@ -78,7 +77,9 @@ class ModelArguments:
         "the model (default: its own).",
         APPLIED,
     )
-    seq_len: int = _model(4096, "Tokens in one packed row.", ROWS)
+    seq_len: int = _model(
+        4096, f"Tokens in one packed row, {LENGTH}. K is 1024 and M 1024 K.", ROWS
+    )
     extend_context: bool = _model(
         False, "Allow a --seq_len beyond the model's positions. The run says what RoPE does there."
     )
@@ -139,15 +140,15 @@ class ModelArguments:
     lora_r: int | None = _adapters(
         None, "Train LoRA adapters of this rank. The model is frozen; PEFT makes them.", COUNT
     )
-    lora_alpha: int | None = _of_adapters(
+    lora_alpha: int | None = _adapters(
         None, "Adapters count alpha / r times. Default: twice --lora_r.", COUNT
     )
-    lora_dropout: float = _of_adapters(
+    lora_dropout: float = _adapters(
         0.0, "Share of an adapter's input that is dropped in training.", SHARE
     )
-    lora_targets: list[str] | None = _of_adapters(
+    lora_targets: list[str] | None = _adapters(
         None,
-        "Linear maps that get an adapter, as q_proj v_proj. Default: all-linear, those of all "
+        "Linear layers that get an adapter, as q_proj v_proj. Default: all-linear, those of all "
         "decoder layers.",
     )
     lora_modules_to_save: list[str] | None = _rare_adapters(

@@ -5,13 +5,14 @@
             seq_len: 8192                    that names the closest valid name or the fix
 
 A recipe (recipe.py) is read as if its keys stood on the command line, where flags win, and both go
-through the same checks (limits.py). Options only: what they need of the machine is started by the
-engine (longctx/engines) between `parse_flags` and `make_arguments`; longctx/run/options.py does all
-three.
+through the same parsers (written.py) and checks (limits.py). Options only: what they need of the
+machine is started by the engine (longctx/engines) between `parse_flags` and `make_arguments`;
+longctx/run/options.py does all three.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -44,6 +45,7 @@ from longctx.options.help import help_text
 from longctx.options.limits import check_together, check_values, refuse_not_ours
 from longctx.options.recipe import Written, read_recipe, read_text
 from longctx.options.shipped import find
+from longctx.options.written import PARSERS
 from longctx.program import Parser, started_as
 
 _NO = ("false", "no", "none", "0", "off")
@@ -184,6 +186,7 @@ class _Parser(HfArgumentParser, Parser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for action in self._actions:
+            action.type = PARSERS.get(action.dest, action.type)
             if action.type is string_to_bool:
                 action.type = partial(_yes_or_no, words=_WORDS_BESIDE.get(action.dest, ()))
                 action.nargs, action.const = "?", True
@@ -195,10 +198,17 @@ class _Parser(HfArgumentParser, Parser):
         return super().add_argument(*names, **rest)
 
     def _check_value(self, action: Any, value: Any) -> None:
-        """Answers another trainer's word for a value."""
+        """Raises ArgumentError for a value that is not among an option's choices: with the answer
+        to another trainer's word, or else with the nearest choice."""
         if says := HABITS.get(f"{action.dest}={value}"):
             raise ArgumentError(action, f"{value}: {says}")
-        super()._check_value(action, value)
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            near = difflib.get_close_matches(str(value).lower(), known, n=1)
+            guess = f"did you mean {near[0]}? " if near else ""
+            raise ArgumentError(
+                action, f"invalid choice: {value!r}; {guess}Choose from {', '.join(known)}"
+            )
 
 
 _WORDS_BESIDE = {"include_num_input_tokens_seen": ("all", "non_padding")}
@@ -231,7 +241,7 @@ def parse_flags(
     long it runs and in which memory; where there is one, any other command line names a model.
     Raises UserError for anything unknown or of the wrong type.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = _with_config(list(sys.argv[1:] if argv is None else argv))
     first = _Parser(add_help=False)
     first.add_argument("--config")
     first.add_argument("-h", "--help", action="store_true")
@@ -271,6 +281,22 @@ def parse_flags(
             setattr(options, name, str(find(name, getattr(options, name))))
     options._named = frozenset({*named, *(values if recipe else ())})
     return options
+
+
+def _with_config(argv: list[str]) -> list[str]:
+    """Returns a command line in which a recipe that stands first, as in `longctx train mine.yaml`,
+    is named by --config. Raises UserError for a first word that is no recipe, and for two."""
+    if not argv or argv[0].startswith("-"):
+        return argv
+    word = argv[0]
+    if os.path.isdir(word) or Path(word).suffix.lower() not in ("", ".yaml", ".yml"):
+        raise UserError(
+            f"{word!r} is no recipe, which is a .yaml file: a model is --model_name_or_path, and "
+            "what it trains on is --train_file"
+        )
+    if any(other.split("=")[0] == "--config" for other in argv[1:]):
+        raise UserError(f"{word!r} and --config name two recipes: give one")
+    return ["--config", *argv]
 
 
 def make_arguments(flags: Namespace) -> Arguments:
@@ -373,6 +399,9 @@ def _refuse_unknown(parser: _Parser, arguments: list[str], valid: set[str]) -> N
         return
     word = words[0]
     if not word.startswith("--"):
-        raise UserError(f"unexpected word {word!r} on the command line; options start with --")
+        raise UserError(
+            f"unexpected word {word!r} on the command line; options start with --, and a recipe's "
+            "name stands before them"
+        )
     name = word[2:].split("=")[0].replace("-", "_")
     raise UserError(f"unknown option --{name}{unknown(name, valid, dashes='--')}")

@@ -37,8 +37,8 @@ def help_text(actions: Iterable[argparse.Action], *, prog: str, everything: bool
         if action.dest not in NOT_OURS:
             known.setdefault(action.dest, action)  # before --no_*
     lines = [
-        f"usage: {prog} [--config RECIPE] [--OPTION VALUE ...]",
-        f"  {'--config':31}A recipe, by file or by name; options given here win over its own",
+        f"usage: {prog} [RECIPE] [--OPTION VALUE ...]",
+        f"  {'RECIPE or --config RECIPE':31}A file of options; those given here win over its own",
     ]
     for group, names in in_groups(known, everything=everything).items():
         lines += ["", f"{group}:"]

@@ -66,6 +66,12 @@ def conflicts(m: Any, d: Any, t: Any) -> Iterator[str]:
             "--quantize rounds weights, which cannot be trained then: give --lora_r, whose "
             "adapters can, or leave it out"
         )
+    if m.lora_r is None and (named := _of_adapters(m, t)):
+        it = "it" if len(named) == 1 else "them"
+        yield (
+            f"{', '.join(named)}: without --lora_r there are no adapters and the whole model is "
+            f"trained: give --lora_r RANK, or leave {it} out"
+        )
     if m.lora_r is not None and t.save_fp32:
         yield "--save_fp32 is of whole models: adapters are trained and saved in fp32 anyway"
     if t.loraplus_lr_ratio is not None and t.optim.startswith(("galore", "apollo")):
@@ -151,6 +157,17 @@ def conflicts(m: Any, d: Any, t: Any) -> Iterator[str]:
         )
     if m.class_type == "custom" and not m.schedules:
         yield from _parts_conflicts(m, t)
+
+
+def _of_adapters(m: Any, t: Any) -> list[str]:
+    """The flags that were given and are of adapters alone."""
+    found = given(m).keys() | given(t).keys()
+    return [f"--{name}" for name in _ADAPTERS_OWN.split() if name in found]
+
+
+_ADAPTERS_OWN = (
+    "lora_alpha lora_dropout lora_targets lora_modules_to_save use_dora loraplus_lr_ratio"
+)
 
 
 def _parts_conflicts(m: Any, t: Any) -> Iterator[str]:

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
-from longctx.errors import UserError, print_rank0
+from longctx.errors import UserError, many, print_rank0
 from longctx.memory.optimizer import ExactAdamW
 
 KEY, FORMAT = "longctx", "exact AdamW 1"
@@ -86,14 +86,14 @@ def read_states(optimizer: ExactAdamW, checkpoint: Path) -> None:
         optimizer.load_states(parameter, {})
     if missing:
         print_rank0(
-            f"{checkpoint} has no states for {len(missing)} weights ({next(iter(missing))}, ...): "
-            "they start from zero"
+            f"{checkpoint} has no states for {many(len(missing), 'weight')} "
+            f"({next(iter(missing))}, ...): they start from zero"
         )
     if unknown:
         raise UserError(
-            f"{checkpoint} holds states of {len(unknown)} weights that this run does not train "
-            f"({', '.join(unknown[:3])}): train what it trained, or start from its weights with "
-            "--model_name_or_path"
+            f"{checkpoint} holds states of {many(len(unknown), 'weight')} that this run does not "
+            f"train ({', '.join(unknown[:3])}): train what it trained, or start from its weights "
+            "with --model_name_or_path"
         )
 
 

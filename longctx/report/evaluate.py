@@ -19,7 +19,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,9 +33,11 @@ from longctx.data.reading.files import find_files
 from longctx.data.reading.sources import read_documents
 from longctx.data.text.encoding import encode
 from longctx.data.text.tokenizer import load_tokenizer
-from longctx.errors import UserError, one_line, printable, say
+from longctx.errors import UserError, many, one_line, printable, say
+from longctx.loading.pretrained import read_config
 from longctx.options.config import DataArguments, ModelArguments
 from longctx.options.recipe import read_text
+from longctx.options.written import LENGTH, dtype_named, token_count
 from longctx.program import Parser
 from longctx.report.needle import DEPTHS, needles
 from longctx.report.page import legend_name, pyplot
@@ -70,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="longctx eval", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", help="folder or hub id")
     parser.add_argument("--eval_file", nargs="+", required=True, help="files, folders or globs")
-    parser.add_argument("--seq_len", type=int, default=32768, help="tokens in a window")
+    parser.add_argument(
+        "--seq_len", type=token_count, default=32768, help=f"tokens in a window, {LENGTH}"
+    )
     parser.add_argument(
         "--rope_scaling",
         default="none",
@@ -83,7 +87,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--ruler", nargs="+", default=[], metavar="TASK", help="tasks of RULER, too, by lm-eval"
     )
     parser.add_argument("--samples", type=int, default=20, help="texts of a task and a length")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument(
+        "--dtype", type=dtype_named, default="auto", choices=["auto", "float32", "bfloat16"]
+    )
     parser.add_argument("--name", help="what to call the model; default: its path")
     parser.add_argument("--output", type=Path, help="JSON file; others' results in it stay")
     parser.add_argument("--plot", type=Path, help="picture of all results in --output")
@@ -145,11 +151,13 @@ def evaluate(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lengths = [seq_len // 8, seq_len // 4, seq_len // 2, seq_len]
     next(needles(texts, tokenizer, lengths=lengths, repeats=1))  # too short for one?
+    own = read_config(model_args.source).get_text_config()
     config = load_config(model_args, vocab_size=len(tokenizer))
     model = load_model(model_args, config, device=device).to(device).eval()  # type: ignore[arg-type]
     start = time.perf_counter()
     result = {
         "seq_len": seq_len,
+        "positions": getattr(own, "max_position_embeddings", None),
         "rope": dict(model.config.get_text_config().rope_parameters),
         "windows": len(texts),
         "loss_by_position": loss_by_position(model, texts, device),
@@ -245,7 +253,9 @@ def score(result: Result) -> float:
 def summary(result: Result) -> str:
     """A few lines for people."""
     lines = [
-        f"{printable(result['name'])}: {result['windows']} windows of {result['seq_len']} tokens"
+        f"{printable(result['name'])}: {many(result['windows'], 'window')} of "
+        f"{result['seq_len']} tokens",
+        *beyond_positions(result),
     ]
     for bucket in result["loss_by_position"]:
         spread = bucket["standard_error"]
@@ -258,6 +268,19 @@ def summary(result: Result) -> str:
     lines += [f"  {printable(line)}" for line in ruler_lines(result.get("ruler", []))]
     peaks = [f"{result[name]:.2f} GiB {of}" for name, of in PEAKS.items() if name in result]
     return "\n".join([*lines, f"  {result['seconds']:.1f} s; at the peak {', '.join(peaks)}"])
+
+
+def beyond_positions(result: Result) -> Iterator[str]:
+    """Yields a line where windows are longer than the model's positions, and what RoPE does there:
+    losses and needles are then of positions for which the model may never have been trained."""
+    limit = result.get("positions")
+    if limit is None or result["seq_len"] <= limit:
+        return
+    kind = result["rope"].get("rope_type", "default")
+    says = f"with RoPE {kind}"
+    if kind == "default":
+        says = "where its RoPE is extrapolated; --rope_scaling yarn stretches it"
+    yield f"  beyond the {limit} positions of the model's config.json, {says}"
 
 
 def read_others(path: Path, name: str) -> list[Result]:

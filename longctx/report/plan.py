@@ -22,10 +22,12 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from longctx.constants import GIB, VOCAB_SIZE
-from longctx.cost.machines import MACHINES, Machine, machine_named
+from longctx.cost.machines import MACHINES, Machine
+from longctx.cost.named import machine_named, several
 from longctx.errors import UserError, printable
 from longctx.memory.machine import host_share_bytes
 from longctx.options.about import COUNT
+from longctx.options.written import LENGTH, token_count
 from longctx.plan.changes import Change, changes
 from longctx.plan.measure import this_machine
 from longctx.plan.predict import Plan, Run, Subject, longest, plan
@@ -116,18 +118,21 @@ def _parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
     )
     parser.add_argument(
         "--gpu",
-        help=f"{', '.join(MACHINES)}; or a card of your own by its datasheet: gib=24,flops=165e12 "
-        "and, where known, bandwidth=1008e9,link=31.5e9; default: the one that is here",
+        help=f"{', '.join(MACHINES)}; several as 2x4090; or a card of your own by its "
+        "datasheet: gib=24,flops=165e12 and, where known, bandwidth=1008e9,link=31.5e9; default: "
+        "the one that is here",
     )
     parser.add_argument(
-        "--gpus", type=number, default=1, help="GPUs of the host, one process each; default: 1"
+        "--gpus", type=number, help="GPUs of the host, one process each; default: 1"
     )
     parser.add_argument(
-        "--document_tokens", type=number, help="tokens in a document; default: one document a row"
+        "--document_tokens",
+        type=token_count,
+        help=f"tokens in a document, {LENGTH}; default: one document a row",
     )
     parser.add_argument(
         "--answer_tokens",
-        type=number,
+        type=token_count,
         help="tokens in each of a pair's two answers, which follow their prompt (--task dpo, ...)",
     )
     parser.add_argument(
@@ -137,7 +142,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
         "two frames of a video count as one with Qwen",
     )
     parser.add_argument(
-        "--data_tokens", type=number, help="tokens in all data, as 2.5e9: prints the days they take"
+        "--data_tokens", type=number, help="tokens in all data, as 2.5e9 or 2.5B: prints the days"
     )
     parser.add_argument(
         "--sweep", action="store_true", help="also plan other lengths, up to the longest"
@@ -149,14 +154,30 @@ def _parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
     args, flags = parser.parse_known_args(argv)
     if args.html:
         check_writable(args.html)
-    if args.images is not None and (problem := COUNT.problem(args.images)):
-        raise UserError(f"--images must be {problem}, got {args.images}")
+    for name in ("images", "document_tokens", "answer_tokens"):
+        value = getattr(args, name)
+        if value is not None and (problem := COUNT.problem(value)):
+            raise UserError(f"--{name} must be {problem}, got {value}")
+    _count_gpus(args)
     return args, flags
 
 
+def _count_gpus(args: Namespace) -> None:
+    """Sets how many GPUs there are, and which: `--gpu 2x4090` is `--gpu 4090 --gpus 2`. Raises
+    UserError for two counts."""
+    count, args.gpu = several(args.gpu) if args.gpu else (1, None)
+    if count > 1 and args.gpus not in (None, count):
+        raise UserError(f"--gpu names {count} GPUs and --gpus {args.gpus}: give one of the two")
+    args.gpus = args.gpus or count
+
+
+_AMOUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
 def number(text: str) -> int:
-    """A whole one, also as 2.5e9. Raises ValueError."""
-    found = float(text)
+    """Returns a whole number, also as 2.5e9, 2.5B or 300M. Raises ValueError."""
+    unit = _AMOUNTS.get(text.strip()[-1:].lower())
+    found = float(text.strip()[:-1]) * unit if unit else float(text)
     if not 1 <= found < 1e18:
         raise ValueError
     return int(found)

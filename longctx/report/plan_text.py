@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -15,6 +16,8 @@ from longctx.errors import printable
 
 WIDEST = 100
 """Columns, however wide the terminal is."""
+NAMES = len("kept for backward")
+"""Columns of the names of figures, in all of a plan's text."""
 PARTS = {
     "products": "matmuls",
     "attention": "attention",
@@ -32,11 +35,11 @@ def show(result: dict[str, Any]) -> None:
     console.width = min(console.width, WIDEST)
     console.print(Text(printable(title_of(result)), style="bold"))
     console.print()
-    console.print(_grid(figures(result), "green" if result["fits"] else "red"))
+    console.print(_grid(figures(result), console, "green" if result["fits"] else "red"))
     for line in bars(result, console):
         console.print(line)
     console.print()
-    console.print(_grid(chosen(result)))
+    console.print(_grid(chosen(result), console))
     if not result["fits"]:
         console.print()
         console.print(ways_out(result, console))
@@ -48,8 +51,9 @@ def show(result: dict[str, Any]) -> None:
 def show_short(result: dict[str, Any]) -> None:
     """The figures alone, as a run shows them before it starts."""
     console = Console()
+    console.width = min(console.width, WIDEST)
     console.print(Text(printable(title_of(result)), style="bold"))
-    console.print(_grid([*figures(result), *chosen(result)[:2]]))
+    console.print(_grid([*figures(result), *chosen(result)[:2]], console))
 
 
 def title_of(result: dict[str, Any]) -> str:
@@ -168,11 +172,14 @@ COLOURS = {
     "AdamW's states": ("s", "magenta"),
     "saved activations": ("a", "yellow"),
     "a layer's work": ("l", "cyan"),
-    "lm_head and loss": ("h", "cyan"),
-    "images": ("i", "red"),
+    "lm_head and loss": ("h", "red"),
+    "images": ("i", "bright_blue"),
+    "processes": ("p", "white"),
+    "free": (".", "bright_black"),
 }
 """A group of buffers -> its letter, which is read where there are no colours, and its colour."""
-OTHER, FREE = ("p", "white"), (".", "bright_black")
+OTHER = ("e", "bright_magenta")
+"""Of states that an engine keeps, whose group has the engine's name."""
 
 
 def bars(result: dict[str, Any], console: Console) -> list[Text]:
@@ -191,9 +198,9 @@ def bar(holds: dict[str, float], there: float, console: Console) -> list[Text]:
     """A line of blocks, or of letters where there are no colours, and its legend."""
     taken = sum(holds.values())
     whole, width = max(taken, there, 1e-9), console.width
-    parts = [(name, gib, *COLOURS.get(name, OTHER)) for name, gib in holds.items() if gib]
     if there > taken:
-        parts.append(("free", there - taken, *FREE))
+        holds = {**holds, "free": there - taken}
+    parts = [(name, gib, *COLOURS.get(name, OTHER)) for name, gib in holds.items() if gib]
     coloured = console.color_system is not None and not console.options.ascii_only
     line, legend, drawn, sum_gib = Text(), [Text()], 0, 0.0
     for name, gib, letter, colour in parts:
@@ -224,8 +231,9 @@ def _rows(title: str, rows: list[dict[str, Any]], console: Console) -> Table | T
     """A table, in which an option stays in one line with its values, or a list of lines where the
     terminal is too narrow for it."""
     flags = [printable(row.get("flags", "")) for row in rows]
-    left = console.width - console.measure(_table(title, rows, [])).maximum - len("  ")
-    if not any(flags) and left >= -len("  "):
+    unbounded = console.options.update_width(10 * WIDEST)
+    left = console.width - console.measure(_table(title, rows, []), options=unbounded).maximum - 2
+    if not any(flags) and left >= -2:
         return _table(title, rows, [])
     broken = [_broken(words, left) for words in flags]
     if any(flags) and max(len(line) for words in broken for line in words.splitlines()) <= left:
@@ -251,29 +259,55 @@ def _list(title: str, rows: list[dict[str, Any]], flags: list[str]) -> Text:
     return Text("\n").join([Text(title, style="bold"), *map(Text, lines)])
 
 
+FLAGS = len("--lora_r 16 --quantize nf4")
+FIGURES = {"tokens": 7, "s a step": 9, "tokens/s": 11, "GPU GiB": 7, "host GiB": 8}
+"""A column of figures -> its width, whatever the figures are. With flags a row has 78 columns."""
+
+
 def _table(title: str, rows: list[dict[str, Any]], flags: list[str]) -> Table:
     found = Table(
-        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
     if flags:
-        found.add_column("flags", no_wrap=True)
-    for name in ("tokens", "s a step", "tokens/s", "GPU GiB", "host GiB"):
-        found.add_column(name, justify="right", no_wrap=True)
+        found.add_column("flags", no_wrap=True, min_width=FLAGS)
+    for name, width in FIGURES.items():
+        found.add_column(name, justify="right", no_wrap=True, min_width=width)
     for i, row in enumerate(rows):
         found.add_row(*map(escape, flags[i : i + 1]), *_cells(row))
     return found
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    ranges = [_range(row, key) for key in ("step_s", "tokens_per_s")]
+    ranges = [_range(row, key).replace(" to ", "-") for key in ("step_s", "tokens_per_s")]
     return [f"{row['seq_len']}", *ranges, *(f"{row[k]:.1f}" for k in ("gpu_gib", "host_gib"))]
 
 
-def _grid(lines: Lines, colour: str = "") -> Table:
+def _grid(lines: Lines, console: Console, colour: str = "") -> Table:
     """`colour` is the first line's."""
     grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, min_width=11)
+    grid.add_column(no_wrap=True, min_width=NAMES)
     grid.add_column(overflow="fold")
     for i, (name, text) in enumerate(lines):
-        grid.add_row(name, Text(printable(text), style=colour if i == 0 else ""))
+        shown = wrapped(printable(text), console.width - NAMES - 2)
+        grid.add_row(name, Text(shown, style=colour if i == 0 else ""))
     return grid
+
+
+def wrapped(text: str, width: int) -> str:
+    """Returns a text in lines of at most `width` columns that end where a part of it ends, before
+    they end between words: `8 GiB` and `x o h` stay together."""
+    lines = [""]
+    for part in re.split(r"(?<=[,;]) | (?=\()", text):
+        fits = len(lines[-1]) + 1 + len(part) <= width
+        if lines[-1] and fits:
+            lines[-1] += f" {part}"
+        else:
+            pieces = textwrap.wrap(part, max(1, width)) or [""]
+            lines[-1:] = [*filter(None, lines[-1:]), *pieces]
+    return "\n".join(lines)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longctx.errors import printable, shortened
+from longctx.errors import many, printable, shortened
 from longctx.output import METRICS
 from longctx.output.record import LOSSES, counts_of, hardware
 from longctx.program import Parser
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def write_report(runs: Sequence[Run], output: Path) -> None:
     """Raises UserError."""
     alone = len(runs) == 1
-    title = f"Run {runs[0].name}" if alone else f"{len(runs)} runs"
+    title = f"Run {runs[0].name}" if alone else many(len(runs), "run")
     parts: list[str] = []
     if alone:
         parts += [facts(described(runs[0])), *started(runs[0]), facts(summary(runs[0]))]

@@ -222,7 +222,8 @@ def console(args: Any) -> TrainerCallback:
 
 
 def format_line(step: int, steps: int, logs: dict[str, float]) -> str:
-    """One logged step for people: `step 3/40  loss 8.71  lr 3.0e-04  grad 1.2  4.1k tok/s ...`."""
+    """Returns one logged step for people: `step  3/40  loss 8.7102  lr 3.00e-04  grad  1.20 ...`.
+    Each figure has the same width in every step, so that lines make columns."""
     formats = {
         "loss": "loss {:.4f}",
         "eval_loss": "eval loss {:.4f}",
@@ -235,12 +236,12 @@ def format_line(step: int, steps: int, logs: dict[str, float]) -> str:
         "eval_accuracy": "eval accuracy {:.0%}",
         "kl": "KL {:.3g}",
         "learning_rate": "lr {:.2e}",
-        "grad_norm": "grad {:.3g}",
-        "step_s": "{:.2f} s/step",
-        "tokens_per_s": "{:,.0f} tok/s",
+        "grad_norm": "grad {:#5.3g}",
+        "step_s": "{:5.2f} s/step",
+        "tokens_per_s": "{:6,.0f} tok/s",
         "mfu": "MFU {:.1%}",
-        "peak_gpu_gib": "GPU {:.2f} GiB",
-        "peak_host_gib": "host {:.2f} GiB",
+        "peak_gpu_gib": "GPU {:5.2f} GiB",
+        "peak_host_gib": "host {:5.2f} GiB",
     }
     figures = [form.format(float(logs[key])) for key, form in formats.items() if key in logs]
-    return "  ".join([f"step {step}/{steps}", *figures])
+    return "  ".join([f"step {step:{len(str(steps))}}/{steps}", *figures])

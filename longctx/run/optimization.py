@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from longctx.errors import UserError
+from longctx.errors import UserError, many
 from longctx.options.config import TrainArguments, explained_options
 
 
@@ -45,7 +45,7 @@ def try_optimization(args: TrainArguments, steps: int) -> None:
         raise UserError("--lr_scheduler_kwargs makes learning rates that are no positive numbers")
     if factors and not any(factors[:-1]):  # the last is of the step after them all
         raise UserError(
-            f"the learning rate is 0 in each of {steps} steps: lower --warmup_steps or mend "
+            f"the learning rate stays 0 for {many(steps, 'step')}: lower --warmup_steps or mend "
             "--lr_scheduler_kwargs"
         )
 

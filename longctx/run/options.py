@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from longctx.engines import Engine, choose_engine
-from longctx.errors import UserError, print_rank0
+from longctx.errors import UserError, many, print_rank0
 from longctx.model.classes import sees_images
 from longctx.model.declined import is_dropout, why_declined
 from longctx.model.vision import PREFIXES
@@ -157,8 +157,9 @@ def _batches(args: TrainArguments, kind: str, rows: Sized) -> int:
     whole, rest = divmod(len(rows), together)
     if not len(rows) or (not whole and args.dataloader_drop_last):
         raise UserError(
-            f"{len(rows)} rows give no batch of {together}, and --dataloader_drop_last leaves out "
-            f"the rest: lower --{option}, or leave --dataloader_drop_last out"
+            f"no batch of {together} can be made of {many(len(rows), 'row')}, and "
+            f"--dataloader_drop_last leaves out the rest: lower --{option}, or leave "
+            "--dataloader_drop_last out"
         )
     return whole + (rest > 0 and not args.dataloader_drop_last)
 

@@ -16,7 +16,7 @@ from longctx.cost.sizes import Batch
 from longctx.data.pack.cache import digest
 from longctx.data.text.tokenizer import read_tokenizer
 from longctx.engines import Engine
-from longctx.errors import UserError, print_rank0
+from longctx.errors import UserError, many, print_rank0
 from longctx.loading.pretrained import computed_by, weights_identity
 from longctx.memory.ladder import Budget, Step
 from longctx.memory.machine import host_budget, host_share_bytes
@@ -79,7 +79,8 @@ def check_teacher(
         shown = ", ".join(map(repr, differing[:3]))
         raise UserError(
             f"--teacher {args.teacher}: its tokenizer gives other numbers than the student's to "
-            f"{len(differing)} tokens ({shown}): distillation needs two models of one vocabulary"
+            f"{many(len(differing), 'token')} ({shown}): distillation needs two models of one "
+            "vocabulary"
         )
     return theirs
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel, ProgressCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState, PrinterCallback, TrainerState
 
 from longctx.attention.shards import Shards
-from longctx.constants import IGNORE_INDEX
+from longctx.constants import GIB, IGNORE_INDEX
 from longctx.engines import Engine, choose_engine
 from longctx.engines.collectives import any_rank
 from longctx.engines.peers import end_with_peers
@@ -472,6 +473,8 @@ class LongTrainer(TaskTrainer):
             self.state.best_model_checkpoint = best
             report_unsaved(problem, checkpoint, stop=self.args.on_save_error == "stop")
         elif self.args.should_save:
+            with tqdm.external_write_mode():  # or the line would break the progress bar's
+                print_rank0(f"saved {checkpoint} ({self._checkpoint_bytes / GIB:.2f} GiB)")
             newest = {checkpoint, Path(self.state.best_model_checkpoint or checkpoint)}
             rotate(run_dir, self.args.save_total_limit, newest)
 

@@ -47,6 +47,20 @@ def hide_noise() -> None:
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Leaves these lines out for as long as longctx imports other libraries in a program that is
+    not its own: afterwards all loggers are as they were."""
+    filters = {name: _LeftOut(left_out.pattern.pattern) for name, left_out in _HIDDEN.items()}
+    for name, left_out in filters.items():
+        logging.getLogger(name).addFilter(left_out)
+    try:
+        yield
+    finally:
+        for name, left_out in filters.items():
+            logging.getLogger(name).removeFilter(left_out)
+
+
 def show_greeting() -> None:
     """Lets DeepSpeed greet, in a run that asks for it."""
     logging.getLogger("DeepSpeed").removeFilter(_GREETING)

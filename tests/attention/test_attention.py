@@ -233,13 +233,13 @@ def test_empty_documents_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("parents", "message"),
     [
-        ([None, 0], "parents has 2 entries for 4 documents"),
+        ([None, 0], "parents has 2 values for 4 documents"),
         (torch.device("cpu"), "parents is a sequence with an entry per document, got device"),
         ([None, 1, None, None], "the parent of document 1 must be the number of an earlier .* 1"),
         ([None, 4, None, None], "the parent of document 1 must be .* got 4"),
         ([None, -2, None, None], "the parent of document 1 must be .* got -2"),
         ([None, 0.0, None, None], "lengths and parents of documents are integers, got 0.0"),
-        (torch.tensor(-1), "parents has 1 entries for 4 documents"),
+        (torch.tensor(-1), "parents has 1 value for 4 documents"),
         ([None, 0, 1, None], "document 2 continues document 1, which continues document 0: .* one"),
         ([None, None, 0, None], "document 2 must follow its parent, document 0, or another"),
         ([None, 0, None, 0], "document 3 must follow its parent, document 0, or another"),

@@ -142,7 +142,10 @@ def test_resume_continues_with_identical_losses(run, tmp_path: Path, capsys) -> 
     with (tmp_path / "parts" / METRICS).open("a") as file:
         file.write('{"step": 7, "lo')  # killed while it wrote a line
     resumed = run(*save, "--resume_from_checkpoint", str(checkpoint), output="parts")
-    assert f"resuming from {checkpoint}, after step 3" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"resuming from {checkpoint}, after step 3" in said
+    assert said.count(f"\nsaved {checkpoint} (0.") == 1  # and checkpoint-6, twice
+    assert said.count(f"\nsaved {checkpoint.with_name('checkpoint-6')} (0.") == 2
     assert [line["step"] for line in resumed] == [1, 2, 3, 4, 5, 6]
     for key in ("loss", "grad_norm", "learning_rate"):
         assert [line[key] for line in resumed] == [line[key] for line in whole]

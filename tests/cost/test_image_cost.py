@@ -8,7 +8,7 @@ import pytest
 
 from longctx.cost.fitted import TOWER_LAUNCH_S, TOWERS
 from longctx.cost.images import Image, Images, Tower
-from longctx.cost.machines import machine_named
+from longctx.cost.named import machine_named
 from longctx.cost.sizes import Batch
 
 TOWER = Tower(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from longctx.cost.cards import OWN_SPREAD, SPREAD, TOO_OLD
-from longctx.cost.machines import MACHINES, machine_like, machine_named, peak_flops
+from longctx.cost.machines import MACHINES, machine_like, peak_flops
+from longctx.cost.named import machine_named, several
 from longctx.errors import UserError
 
 
@@ -40,7 +41,12 @@ def test_rates_are_below_the_peak(name: str) -> None:
         ("NVIDIA RTX 6000 Ada Generation", 364.2),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 503.8),
         ("NVIDIA GeForce RTX 3090", 71.0),
+        ("NVIDIA GeForce RTX 4060 Ti", 44.1),
+        ("NVIDIA GeForce RTX 4070 Ti", 80.2),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 88.2),
         ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 5080", 112.6),
+        ("NVIDIA RTX A5000", 111.1),
         ("NVIDIA GeForce RTX 5090", 209.5),
     ],
 )
@@ -65,11 +71,26 @@ def test_cards_of_one_chip_differ_by_their_memory() -> None:
         *(("4090", "rtx-4090"), ("rtx4090", "rtx-4090"), ("RTX 4090", "rtx-4090")),
         *(("rtx_4090", "rtx-4090"), ("geforce-rtx-4090", "rtx-4090"), ("H100", "h100")),
         *(("a100-80gb", "a100"), ("A100 40GB", "a100-40gb"), ("h100-sxm", "h100")),
+        *(("a100-40", "a100-40gb"), ("a100-80", "a100"), ("h100 80 GB", "h100")),
+        *(("4090-24gb", "rtx-4090"), ("l40s-48", "l40s"), ("h100-94", "h100-nvl")),
+        *(("4060 Ti", "rtx-4060-ti"), ("4060ti 8gb", "rtx-4060-ti-8gb"), ("A5000", "a5000")),
+        *(("4070ti", "rtx-4070-ti"), ("5070 Ti", "rtx-5070-ti"), ("5080", "rtx-5080")),
         *(("rtx-a6000", "a6000"), ("6000 Ada", "rtx-6000-ada"), ("pro 6000", "rtx-pro-6000")),
     ],
 )
 def test_names_as_people_type_them(typed: str, name: str) -> None:
     assert machine_named(typed) is MACHINES[name]
+
+
+@pytest.mark.parametrize(
+    ("typed", "means"),
+    [
+        *(("2x4090", (2, "4090")), ("8 x H100", (8, "H100")), ("4*l40s", (4, "l40s"))),
+        *(("rtx-4090", (1, "rtx-4090")), ("h100", (1, "h100")), ("2x", (1, "2x"))),
+    ],
+)
+def test_several_cards_in_one_name(typed: str, means: tuple[int, str]) -> None:
+    assert several(typed) == means
 
 
 def test_a_card_of_ones_own() -> None:
@@ -89,9 +110,17 @@ def test_a_card_of_ones_own() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("h10", "no such machine is known; did you mean h100? Known are h100, h200, "),
-        ("voodoo", "no such machine is known: Known are h100, "),
-        ("", "no such machine is known: Known are h100, "),
+        ("h10", "no such machine is known; did you mean h100? Those that are: h100, h200, "),
+        ("voodoo", "no such machine is known. Those that are: h100, "),
+        ("", "no such machine is known. Those that are: h100, "),
+        ("v100-32gb", "125 TFLOP/s in fp16 by its datasheet, and at most its 15.7 of fp32 in bf"),
+        *((amd, "this is an AMD GPU, and longctx plans") for amd in ("mi300x", "RX 7900 XTX")),
+        ("MI355X", "plans and trains on NVIDIA alone: plan for b200"),
+        *((m, "this is a chip of Apple") for m in ("m2", "M3 Max", "apple-m4-pro")),
+        ("gaudi2", "this is a chip of Intel"),
+        ("tpu-v5e", "this is a chip of Google"),
+        ("4090-48gb", "rtx-4090 is known with 23.5 GiB as CUDA counts them: plan for rtx-4090, or"),
+        ("a100-64", "a100 is known with 79.25 or 39.4 GiB"),
         *((old, "computes bfloat16 without tensor cores") for old in (*TOO_OLD, "Tesla T4")),
         ("gib=24", "flops is missing (dense bf16 FLOP/s"),
         ("flops=165e12", "gib is missing (GiB of memory)"),

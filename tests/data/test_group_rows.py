@@ -237,7 +237,7 @@ def test_equal_pairs_are_left_out(build, tmp_path, capsys):
     equal = {"prompt": "p", "chosen": "same", "rejected": "same"}
     build([write(tmp_path / "a.jsonl", [equal, *pairs(1)])])
     assert "2 pairs" in (said := capsys.readouterr().out) and "left out: 1 with equal" in said
-    with pytest.raises(UserError, match="nothing to train on in .*: 1 records have equal answers"):
+    with pytest.raises(UserError, match="nothing to train on in .*: 1 record with equal answers"):
         build([write(tmp_path / "b.jsonl", [equal])])
 
 

@@ -112,7 +112,7 @@ def test_prompts_with_their_answers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (dict(eval_share=0.1), "--eval_share 0.1 of 1 documents leaves none to train"),
+        (dict(eval_share=0.1), "--eval_share 0.1 of 1 document leaves none to train"),
         (dict(eval_share=0.1, eval_file=["e.txt"]), "--eval_share holds out .* give one of"),
         (dict(eval_share=0.1, dataset_name="d", streaming=True), "leave out --streaming, or give"),
         (dict(eval_share=1.0), "--eval_share must be below 1"),

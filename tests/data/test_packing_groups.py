@@ -155,7 +155,7 @@ def test_equal_answers_are_left_out_and_counted():
     assert (stats.groups, stats.equal) == (2, 1)
     _, stats = packed(groups, 12)  # cutting makes those of the third equal
     assert (stats.groups, stats.equal, stats.truncated) == (1, 2, 0)
-    with pytest.raises(UserError, match="in data: 1 records have equal answers, and 0 do not fit"):
+    with pytest.raises(UserError, match="in data: 1 record with equal answers, and 0 that"):
         _, stats = packed(groups[1:2], 20)
         check_groups(stats, "data")
 

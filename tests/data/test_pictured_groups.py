@@ -99,7 +99,7 @@ REFUSED = {
     "more pictures": ({**T, "images": ["red.png"] * 2}, "has 1 image parts or <image> and 2 pict"),
     "more places": (
         {**T, "prompt": [turn(USER, [PLACE, PLACE, TEXT])]},
-        "has 2 image parts or <image> and 1 pictures",
+        "has 2 image parts or <image> and 1 picture",
     ),
     "in the chosen answer": (
         {"prompt": [turn(USER, [RED, TEXT])], "chosen": [turn(BOT, [WIDE])], "rejected": [B]},

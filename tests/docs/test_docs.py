@@ -243,7 +243,12 @@ def test_python_compiles_and_names_exist(page) -> None:
 
 # --- figures ---------------------------------------------------------------------------------
 
-PLANNED = [page for page in RECIPES if "longctx plan --config" in page.read_text()]
+PLANNED = [
+    (page, number)
+    for page in RECIPES
+    for number in range(len(re.findall("^# +longctx plan", page.read_text(), flags=re.M)))
+]
+"""Recipes, and the number of each command of theirs that a prediction stands before."""
 SAID = {
     "step_s": r"([\d.]+) s a step",
     "gpu_gib": r"([\d.]+) GiB of (?:the|each) GPU",
@@ -251,17 +256,19 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("page", PLANNED, ids=[names[page] for page in PLANNED])
-def test_predicted_figures_of_recipes_are_todays(page, monkeypatch) -> None:
+@pytest.mark.parametrize(("page", "number"), PLANNED, ids=[f"{p.stem} {n}" for p, n in PLANNED])
+def test_predicted_figures_of_recipes_are_todays(page, number, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
-    text = "\n".join(re.findall(r"^# ?(.*)$", page.read_text(), flags=re.M))
-    command = re.sub(r"\\\n *", "", text[text.index("longctx plan") :]).splitlines()[0]
+    text = "\n".join(re.findall(r"^# *(.*)$", page.read_text(), flags=re.M))
+    before, after = (re.split("^longctx plan", text, flags=re.M)[number + i] for i in (0, 1))
+    command = "longctx plan" + re.sub(r"\\\n *", "", after).splitlines()[0]
     flags = [flag for flag in shlex.split(command)[2:] if flag != "--sweep"]
     out = io.StringIO()
     with redirect_stdout(out), redirect_stderr(io.StringIO()):
         plan_command.main([*flags, "--json"])
     planned = json.loads(out.getvalue())
-    predicted = text[text.index("prediction") : text.index("longctx plan")]
+    assert planned["fits"]
+    predicted = before[before.rindex("prediction") :]
     found = {key: re.search(pattern, predicted) for key, pattern in SAID.items()}
     assert found["gpu_gib"] and found["host_gib"]
     for key, match in found.items():
@@ -288,7 +295,7 @@ def test_a_recipe_for_several_gpus_says_what_was_planned_or_measured() -> None:
     for page in RECIPES:
         text = page.read_text()
         if re.search(r"[\d.]+ GiB", text):
-            assert "longctx plan --config" in text or "profiling/results" in text, page
+            assert "longctx plan " in text or "profiling/results" in text, page
 
 
 def numbers(value: Any) -> Iterator[float]:

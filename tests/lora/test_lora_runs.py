@@ -449,12 +449,6 @@ def test_a_frozen_base_that_cannot_leave_the_gpu_is_said(flags, tmp_path) -> Non
     assert "\n" not in str(error.value)
 
 
-def test_options_without_a_rank_are_said(flags, tmp_path, capsys) -> None:
-    at = flags.index("--lora_r")
-    run([*flags[:at], *flags[at + 2 :]], tmp_path / "run", "--lora_alpha", "3", "--max_steps", "1")
-    assert "--lora_alpha needs --lora_r" in capsys.readouterr().out
-
-
 def test_without_peft(monkeypatch) -> None:
     """A run is refused before its data is read; what a plan checks needs no PEFT."""
     monkeypatch.setattr("longctx.lora.adapters.installed", lambda name: False)

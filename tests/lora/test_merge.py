@@ -286,8 +286,8 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         f"r {value!r}": (say(r=value), "the rank r must be a whole number of at least 1")
         for value in (0, -1, 2**40, 4.0, "4", True, None, [4])
     },
-    "a rank of a million": (say(r=1_000_000), "28 tensors of another shape are"),
-    "another rank": (say(r=8), "28 tensors of another shape are"),
+    "a rank of a million": (say(r=1_000_000), "28 tensors of another shape"),
+    "another rank": (say(r=8), "28 tensors of another shape"),
     "a rank of a million in a pattern": (say(rank_pattern={"q_proj": 10**6}), "another shape"),
     "a rank of words in a pattern": (say(rank_pattern={"q_proj": "x"}), "the rank q_proj must"),
     "ranks that are a list": (say(rank_pattern=[1]), "the rank rank_pattern must be"),
@@ -317,15 +317,15 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         hold(lambda t: [t.pop(name) for name in list(t) if "q_proj" not in name]),
         "24 tensors its file lacks",
     ),
-    "A without B": (hold(lambda t: t.pop(some(t, "lora_B"))), "1 tensors its file lacks"),
+    "A without B": (hold(lambda t: t.pop(some(t, "lora_B"))), "1 tensor its file lacks"),
     "more than its targets": (say(target_modules=["q_proj"]), "24 tensors no module of the model"),
     "a tensor too many": (
         hold(lambda t: t.update(extra=torch.zeros(3))),
-        r"1 tensors no module of the model takes \(extra\)",
+        r"1 tensor no module of the model takes \(extra\)",
     ),
     "a weight of the base": (
         hold(lambda t: t.update({"base_model.model.model.norm.weight": torch.zeros(32)})),
-        "1 tensors no module of the model takes",
+        "1 tensor no module of the model takes",
     ),
     "another adapter's names": (
         hold(lambda t: [t.update({n.replace("lora_", "hada_"): t.pop(n)}) for n in list(t)]),
@@ -333,7 +333,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     ),
     "another shape": (
         hold(lambda t: t.update({some(t, "lora_A"): torch.zeros(4, 31)})),
-        "1 tensors of another shape",
+        "1 tensor of another shape",
     ),
     "A and B exchanged": (
         hold(lambda t: [t.update({n: x.T.contiguous()}) for n, x in list(t.items())]),
@@ -462,7 +462,7 @@ BASES: dict[str, tuple[Change, str]] = {
     "a weight is missing": (lose("1.mlp.up_proj"), "1 of the model's weights are not in"),
     "fewer layers": (other(num_hidden_layers=1), "14 tensors no module of the model takes"),
     "more layers": (other(num_hidden_layers=3), "14 tensors its file lacks"),
-    "another width": (other(hidden_size=16, head_dim=8), "tensors of another shape are"),
+    "another width": (other(hidden_size=16, head_dim=8), "tensors of another shape"),
     "a million layers": (
         other(num_hidden_layers=10**6),
         "num_hidden_layers 1000000: a whole number from 1 to 512",

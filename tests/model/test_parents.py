@@ -193,7 +193,7 @@ IDS = torch.arange(8, device=DEVICE)[None]
             dict(cu_seq_lens_q=[0, 4, 8], parents=[None, 0], attention_mask=torch.ones(1, 8)),
             "give both, and no attention_mask",
         ),
-        (dict(cu_seq_lens_q=[0, 4, 8], parents=[None]), "parents has 1 entries for 2 documents"),
+        (dict(cu_seq_lens_q=[0, 4, 8], parents=[None]), "parents has 1 value for 2 documents"),
         (
             dict(
                 cu_seq_lens_q=[0, 4, 8], parents=[None, 0], position_ids=torch.arange(8)[None] % 4

@@ -49,7 +49,7 @@ def test_an_unknown_flag_is_answered(flag: str, answer: str) -> None:
     [
         ("--class_type custom_optimized", "write --class_type custom"),
         ("--class_type auto", "write --class_type vanilla"),
-        ("--dtype bf16", "write --dtype bfloat16"),
+        ("--dtype fp16", "write --fp16, which computes in 16 bits over fp32 weights"),
     ],
 )
 def test_another_trainers_value_is_answered(flag: str, answer: str, tmp_path) -> None:

@@ -36,7 +36,10 @@ def test_help_has_a_line_for_each_common_option(monkeypatch, capsys) -> None:
     text = printed(capsys, "--help")
     assert len(text.splitlines()) <= 80 and max(map(len, text.splitlines())) <= 100
     assert options(text) == COMMON
-    assert "--seq_len                      Tokens in one packed row [4096]" in text
+    assert (
+        "--seq_len                      Tokens in one packed row, as 131072, 128k or 1M [4096]"
+        in text
+    )
     assert printed(capsys, "-h", "--preset", "tiny") == text
 
 

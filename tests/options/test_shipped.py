@@ -6,12 +6,15 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from paths import ROOT
+from transformers import get_scheduler
 
 from longctx.engines.deepspeed import DeepSpeed
 from longctx.errors import UserError
 from longctx.options.config import parse_flags
 from longctx.options.shipped import OPTIONS, find
+from longctx.run.options import parse_args
 
 FLAGS = {
     "--deepspeed zero3": "ds_configs/zero3.json",
@@ -27,7 +30,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("option", "path"),
     [
-        ("config", "recipes/llama-3.1-8b_128k_4gpu.yaml"),  # whose name has dots
+        ("config", "recipes/llama-3.2-1b_32k.yaml"),  # whose name has dots
         ("deepspeed", "ds_configs/zero3_cpu.json"),
         ("fsdp_config", "fsdp_configs/fsdp2.json"),
     ],
@@ -85,6 +88,15 @@ def test_options_of_engines_take_names(flags: str) -> None:
     option = flags.split()[-2].lstrip("-")
     found = getattr(parse_flags(["--preset", "tiny", *flags.split()]), option)
     assert Path(found).samefile(ROOT / FLAGS[flags])
+
+
+def test_the_quick_start_trains_from_its_first_step_on() -> None:
+    """A warmup would begin with a learning rate of 0."""
+    args = parse_args(["quickstart", "--use_cpu", "true"])[2]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
+    warmup, steps = args.get_warmup_steps(args.max_steps), args.max_steps
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps)
+    assert schedule.get_last_lr() == [args.learning_rate]
 
 
 def test_settings_and_words_for_no_are_no_names() -> None:

@@ -100,7 +100,7 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     "a step that is a word": (rewrite(lambda t, m: m | {"steps": {WEIGHT: "two"}}), CANNOT),
     "a weight that is not trained": (
         rewrite(another_weight),
-        r"holds states of 1 weights that this run does not train \(model.layers.9.weight\)",
+        r"holds states of 1 weight that this run does not train \(model.layers.9.weight\)",
     ),
     "a file is missing": (remove(LAYER), "holds 3 of 4 files of states"),
     "the last file is missing": (remove("optimizer.03.safetensors"), "holds 3 of 4 files"),
@@ -212,7 +212,7 @@ def test_a_weight_without_states_starts_from_zero(flags, copy, capsys) -> None:
     rewrite(forget)(copy / "checkpoint-2")
     (copy / "checkpoint-2" / "manifest.json").unlink()
     resume(flags, copy)
-    assert f"has no states for 1 weights ({WEIGHT}, ...): they start" in capsys.readouterr().out
+    assert f"has no states for 1 weight ({WEIGHT}, ...): they start" in capsys.readouterr().out
     with safe_open(copy / "checkpoint-4" / LAYER, framework="pt") as file:
         steps = json.loads(file.metadata()[KEY])["steps"]
     assert steps.pop(WEIGHT) == 2 and set(steps.values()) == {4}

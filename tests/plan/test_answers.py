@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from longctx.cost.machines import machine_named
+from longctx.cost.named import machine_named
 from longctx.errors import UserError
 from longctx.options.config import ModelArguments
 from longctx.plan.predict import Run, Subject, plan

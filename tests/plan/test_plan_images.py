@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from longctx.cost.machines import machine_named
+from longctx.cost.named import machine_named
 from longctx.cost.peak import peak
 from longctx.errors import UserError
 from longctx.model.image_sizes import image_of

@@ -182,6 +182,20 @@ def test_names_are_drawn_as_they_stand(tmp_path: Path) -> None:
     assert drawn.count(r"$\frac{ \ud800") == 2  # the legend and the title
 
 
+@pytest.mark.parametrize(
+    ("tokens", "rope", "says"),
+    [
+        (1024, "default", []),
+        (2048, "default", ["where its RoPE is extrapolated; --rope_scaling yarn stretches it"]),
+        (2048, "yarn", ["with RoPE yarn"]),
+    ],
+)
+def test_windows_beyond_the_models_positions_are_said(tokens, rope, says) -> None:
+    result = {"seq_len": tokens, "positions": 1024, "rope": {"rope_type": rope}}
+    beyond = "  beyond the 1024 positions of the model's config.json, "
+    assert [*evaluate.beyond_positions(result)] == [beyond + line for line in says]
+
+
 def test_evaluations_that_run_beside_each_other_share_a_file(
     small: Path, tmp_path: Path, monkeypatch
 ) -> None:

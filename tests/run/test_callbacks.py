@@ -18,7 +18,7 @@ from longctx.options.model import PatchOptions
 from longctx.run import callbacks
 from longctx.run.callbacks import Console, Lines, Reserve, console
 
-LINE = re.compile(r"\d\d:\d\d:\d\d  step 3/40  loss 2.5000  12 tok/s\n")
+LINE = re.compile(r"\d\d:\d\d:\d\d  step  3/40  loss 2.5000      12 tok/s\n")
 
 
 def test_a_step_is_a_line_with_a_time_in_a_file_and_a_bar_on_a_terminal(monkeypatch, capsys):

@@ -62,6 +62,16 @@ def test_what_says_nothing_is_left_out_and_nothing_else(logged) -> None:
     assert logged[-1] == GREETING
 
 
+def test_a_program_of_ones_own_hears_them_outside_our_imports(logged) -> None:
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    logger.filters.clear()  # of commands that ran in this process
+    with noise.quiet_imports():
+        logger.warning(KERNEL)
+    assert not logged
+    logger.warning(KERNEL)
+    assert logged == [KERNEL]
+
+
 def test_a_deprecated_name_of_transformers_that_peft_asks_for() -> None:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

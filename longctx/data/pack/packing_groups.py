@@ -125,8 +125,8 @@ def check_groups(stats: GroupStats, name: str) -> None:
     """Raises UserError where the records of `name` gave no row."""
     if stats.rows == 0:
         raise UserError(
-            f"nothing to train on in {name}: {stats.equal:,} records have equal answers, and "
-            f"{stats.too_long:,} do not fit into --seq_len"
+            f"nothing to train on in {name}: {many(stats.equal, 'record')} with equal answers, and "
+            f"{stats.too_long:,} that do not fit into --seq_len"
         )
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longctx.data.reading.turns import NAMES, check_some_trained, read_turns
-from longctx.errors import UserError
+from longctx.errors import UserError, many
 
 MARK = "\x00image\x00"
 WRITTEN = "<image>"
@@ -163,7 +163,7 @@ def pictures_of_places(
     pictures = own or column or []
     if len(pictures) != places and (places or not column):
         written = "image parts" if own else f"image parts or {WRITTEN}"
-        raise UserError(f"{where} has {places} {written} and {len(pictures)} pictures")
+        raise UserError(f"{where} has {places} {written} and {many(len(pictures), 'picture')}")
     if len(pictures) > places:  # a column, and nobody says where
         _before_first_question(messages, len(pictures), where)
     return pictures

@@ -30,7 +30,7 @@ from longctx.data.reading.opened import Text, check_growth
 from longctx.data.reading.picture_sources import DATA_URL, undecoded
 from longctx.data.reading.places import COLUMNS, TURNS
 from longctx.data.reading.values import read_row
-from longctx.errors import UserError, one_line, printable
+from longctx.errors import UserError, many, one_line, printable
 
 STRINGS = frozenset(
     "text prompt completion instruction input output chosen rejected system system_prompt".split()
@@ -80,7 +80,9 @@ def read_cells(text: Text) -> Iterator[Found]:
                 continue
             where = printable(f"{text.path}:{begins}")
             if len(row) != len(columns):
-                raise UserError(f"{where} has {len(row)} cells, and line 1 has {len(columns)}")
+                raise UserError(
+                    f"{where} has {many(len(row), 'cell')}, and line 1 has {len(columns)}"
+                )
             record = {name: _cell(name, cell) for name, cell in zip(columns, row, strict=True)}
             yield Found(where, record, replaced)
             replaced = 0

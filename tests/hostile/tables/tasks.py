@@ -564,7 +564,7 @@ DATA = {
     "the label null": (second("kto", {**RATED[1], "label": None}), fails(":2.*label")),
     "equal pairs": (
         task("dpo", records=[{**p, "rejected": p["chosen"]} for p in PAIRS]),
-        fails("12 records have equal answers"),
+        fails("12 records with equal answers"),
     ),
     "an equal pair": (second("dpo", {**PAIR, "rejected": PAIR["chosen"]}), works("1 with equal")),
     "an empty answer": (second("dpo", {**PAIR, "chosen": ""}), fails(":2: `chosen` is empty")),
