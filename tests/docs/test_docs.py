@@ -342,23 +342,23 @@ def test_tables_agree_with_their_results(name, head, files) -> None:
 
 
 def test_the_first_ratios_are_those_of_their_rows() -> None:
-    """The first table has the peer's row before ours, and what the two come to, in bold."""
+    """README's first table: what people use, ours, and in bold what the two come to."""
     lines = re.findall(r"^\|.*", (ROOT / "README.md").read_text().split("\n## ")[0], flags=re.M)
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-    found = 0
-    for peer, ours in zip(rows, rows[1:], strict=False):
-        if ratio := re.match(r"\*\*([\d.]+) times as fast(?:, in (\d+)% of the VRAM)?", ours[5]):
-            seconds = float(peer[2]) / float(ours[2])
-            assert abs(seconds / float(ratio[1]) - 1) < 0.015, ours
-            if ratio[2]:
-                of_peer = float(ours[3].split()[0]) / float(peer[3].split()[0])
-                assert round(100 * of_peer) == int(ratio[2]), ours
-            found += 1
-    assert found == 3
-    table, files = "\n".join(lines), "h200_lora_peers h200_dpo_pair h100_everyday"
-    files += " h200_longest_step h100_states_step"
-    ratios = re.findall(r"\*\*([\d.]+) times", table)
-    assert not [x for x in foreign(table, files.split()) if x not in ratios]
+    found = []
+    for line in lines[2:]:
+        _, peer, ours, gain = (cell.strip() for cell in line.strip("|").split("|"))
+        for ratio, what in re.findall(r"([\d.]+)(?= times as (fast|long))", gain):
+            pattern = r"([\d.]+) s" if what == "fast" else r"([\d,]+) tokens"
+            pair = [float(re.search(pattern, x)[1].replace(",", "")) for x in (peer, ours)]
+            quotient = pair[0] / pair[1] if what == "fast" else pair[1] / pair[0]
+            assert abs(quotient / float(ratio) - 1) < 0.005, line
+            found.append(ratio)
+        for share in re.findall(r"(\d+)% of the VRAM", gain):
+            theirs, own = (float(re.search(r"([\d.]+) GiB", x)[1]) for x in (peer, ours))
+            assert round(100 * own / theirs) == int(share), line
+    assert len(found) == 4
+    files = "h200_lora_peers h200_dpo_pair h100_everyday h200_longest_step h100_states_step"
+    assert not [x for x in foreign("\n".join(lines), files.split()) if x not in found]
 
 
 def accuracy(rows: list[dict[str, Any]], key: str) -> tuple[int, float, float]:
