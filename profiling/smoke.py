@@ -128,6 +128,13 @@ class Inputs:
             "answers", ({"prompt": f"Say {i}.", "completion": f" It is {i}."} for i in numbers)
         )
         self.chats = self._write("chats", (_chat(i) for i in range(512)))
+        self.files = folder / "files"
+        """A folder as people have it: one list of conversations in JSON, a table, and a note."""
+        self.files.mkdir(exist_ok=True)
+        chats, table = map(_chat, range(256)), ("text", *(f"It was {i}." for i in numbers))
+        (self.files / "chats.json").write_text(json.dumps([*chats]))
+        (self.files / "texts.csv").write_text("\n".join(table))
+        (self.files / "README.md").write_text("These are numbers.")
         self.base = str(folder / "base/final")
         """A whole model of published size, which the first case trains."""
         self.adapter = str(folder / "lora/final")
@@ -216,6 +223,14 @@ def _experts(inputs: Inputs) -> Iterator[Case]:
         prints = ("vanilla: ",) if vanilla else (SCHEDULE,)
         commands = ((*command, *inputs.at(name)),)
         yield Case(name=name, commands=commands, prints=prints, vanilla=vanilla)
+    own = inputs.at("experts_from_folder")
+    read = ("--model_name_or_path", f"{own[1]}/final", *moe[2:], *LORA, "--place", "host")
+    again = (*TRAIN, *read, *inputs.at("experts_from_folder_again"))
+    yield Case(
+        name="experts_from_folder",
+        commands=((*TRAIN, *moe, *own), again),
+        prints=(SCHEDULE, "routers are frozen"),
+    )
     for preset in ("olmoe-1b-7b", "qwen1.5-moe-a2.7b", "ernie-4.5-21b-a3b"):
         words = f"--preset {preset} --seq_len 4096 --max_steps 2 --lora_r 16".split()
         command = (*TRAIN, *words, *NO_SAVES, *BUDGET, *inputs.at(preset))
@@ -416,6 +431,8 @@ def _tasks(inputs: Inputs) -> Iterator[Case]:
     evaluated = ("--eval_file", inputs.chats, "--eval_strategy", "steps", "--eval_steps", "2")
     command = (*TRAIN, *TINY, "--train_file", inputs.chats, *evaluated, *inputs.at("chats"))
     yield Case(name="chats", commands=(command,), prints=(SCHEDULE, "eval loss"))
+    command = (*TRAIN, *TINY, "--train_file", str(inputs.files), *inputs.at("files"))
+    yield Case(name="files", commands=(command,), prints=(SCHEDULE, "passed over: README.md"))
 
 
 def _commands(inputs: Inputs) -> Iterator[Case]:
@@ -446,7 +463,8 @@ def _commands(inputs: Inputs) -> Iterator[Case]:
         commands=((sys.executable, "train.py", "--max_steps", "5"),),
         prints=(SCHEDULE,),
     )
-    recipe = ("--config", "llama-3.2-1b_32k", "--max_steps", "2", *NO_SAVES)
+    yield Case(name="help", commands=((*longctx, "help"), (*longctx, "help", "lora")))
+    recipe = ("llama-3.2-1b_32k", "--seq_len", "32k", "--max_steps", "2", *NO_SAVES)
     yield Case(
         name="recipe",
         commands=((*TRAIN, *recipe, "--gpu_memory_gib", "30", *inputs.at("recipe")),),

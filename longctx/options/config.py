@@ -44,7 +44,7 @@ from longctx.options.habits import HABITS, unknown
 from longctx.options.help import help_text
 from longctx.options.limits import check_together, check_values, refuse_not_ours
 from longctx.options.recipe import Written, read_recipe, read_text
-from longctx.options.shipped import find
+from longctx.options.shipped import OPTIONS, files, find
 from longctx.options.written import PARSERS
 from longctx.program import Parser, started_as
 
@@ -289,7 +289,8 @@ def _with_config(argv: list[str]) -> list[str]:
     if not argv or argv[0].startswith("-"):
         return argv
     word = argv[0]
-    if os.path.isdir(word) or Path(word).suffix.lower() not in ("", ".yaml", ".yml"):
+    is_file = Path(word).suffix.lower() in ("", ".yaml", ".yml") and not os.path.isdir(word)
+    if not is_file and word not in {file.stem for file in files(*OPTIONS["config"])}:
         raise UserError(
             f"{word!r} is no recipe, which is a .yaml file: a model is --model_name_or_path, and "
             "what it trains on is --train_file"

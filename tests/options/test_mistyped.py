@@ -31,6 +31,8 @@ UNDERSTOOD = [
     ("--preset Qwen3-VL-8B", {"preset": "qwen3-vl-8b"}),
     ("quickstart --max_steps 5", {"preset": "tiny", "max_steps": 5}),
     ("quickstart.yaml", {"preset": "tiny", "max_steps": 40}),
+    ("llama-3.2-1b_32k", {"preset": "llama-3.2-1b", "seq_len": 32768}),
+    ("lora --preset qwen3-8b", {"preset": "qwen3-8b", "lora_r": 16}),
     ("mine.yaml --seq_len 2k", {"preset": "llama-3.1-8b", "seq_len": 2048, "dtype": "bfloat16"}),
 ]
 
@@ -42,6 +44,7 @@ def in_a_folder(tmp_path, monkeypatch) -> None:
     (tmp_path / "mine.yaml").write_text("preset: Llama-3.1-8B\nseq_len: 128k\ndtype: bf16\n")
     (tmp_path / "book.txt").write_text("text")
     (tmp_path / "model").mkdir()
+    (tmp_path / "lora").mkdir()
 
 
 @pytest.mark.parametrize(("line", "means"), UNDERSTOOD)
