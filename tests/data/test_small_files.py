@@ -233,6 +233,17 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
         b'[\n{"text": "a"}]',
         r"a\.jsonl:1 is not JSON .*; a list of records is read from a \.json file",
     ),
+    "a list on one line, named .jsonl": (
+        "a.jsonl",
+        b'[{"text": "a"}]',
+        r"a\.jsonl:1 is a list, .*; a list of records is read from a \.json file",
+    ),
+    "CSV with the line ends of old Macs": (
+        "a.csv",
+        b"text\rone\rtwo\r",
+        r"a\.csv ends its lines with a carriage return alone: tr '\\r' '\\n' <",
+    ),
+    "CSV with a byte order mark alone": ("a.csv", b"\xef\xbb\xbf", "The first line names nothing;"),
     "CSV of other columns": (
         "a.csv",
         cells("question,answer", "q,a"),

@@ -37,6 +37,7 @@ FORMS = (
 )
 """Keys that make an object a record (records.py, preferences.py)."""
 _DECODER = json.JSONDecoder()
+_LIST = "a list of records is read from a .json file"
 _BLANKS = re.compile(r"[ \t\n\r]*")
 _LONGEST_WORD = len("-Infinity")
 
@@ -65,8 +66,10 @@ def read_json_lines(text: Text) -> Iterator[Found]:
             value = parse_json(line, where)
         except UserError as error:
             if number == 1 and line.startswith("["):
-                raise UserError(f"{error}; a list of records is read from a .json file") from error
+                raise UserError(f"{error}; {_LIST}") from error
             raise
+        if number == 1 and isinstance(value, list):
+            raise UserError(f"{where} is a list, where one object a line is expected; {_LIST}")
         yield Found(where, *_whole(value, line, replaced))
 
 

@@ -15,6 +15,7 @@ import base64
 import csv
 import json
 import mmap
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -65,12 +66,12 @@ def read_cells(text: Text) -> Iterator[Found]:
             yield line
 
     source = lines()
-    first = next(source, "")
+    first = _header(text.path, source)
     delimiter = _delimiter(text.path, first)
     rows = csv.reader(chain([first], source), delimiter=delimiter, strict=True)
     begins = 1
     try:
-        columns = _checked_names(text.path, next(rows))
+        columns = _checked_names(text.path, next(rows, []))
         while True:
             begins = rows.line_num + 1
             row = next(rows, None)
@@ -95,7 +96,7 @@ def read_cells(text: Text) -> Iterator[Found]:
 
 def columns_of_cells(text: Text) -> list[str]:
     """The columns that the first line of a CSV or TSV file names."""
-    line = next((line for line, _ in text.lines()), "")
+    line = _header(text.path, (line for line, _ in text.lines()))
     return _split(line, _delimiter(text.path, line))
 
 
@@ -138,6 +139,17 @@ def _batches(path: Path, file: IO[bytes]) -> Iterator[pa.RecordBatch]:
     for batch in batches:
         batch.validate(full=True)  # offsets of a broken file point anywhere
         yield batch
+
+
+def _header(path: Path, lines: Iterator[str]) -> str:
+    """The first line. Raises UserError where it is all, since the lines end as on old Macs."""
+    first = next(lines, "")
+    if "\r" in first.rstrip("\r\n"):
+        old, new = (shlex.quote(str(p)) for p in (path, path.with_stem(f"{path.stem}.lf")))
+        raise UserError(
+            f"{path} ends its lines with a carriage return alone: tr '\\r' '\\n' < {old} > {new}"
+        )
+    return first
 
 
 def _split(line: str, delimiter: str) -> list[str]:

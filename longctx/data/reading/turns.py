@@ -64,7 +64,7 @@ def listed_turns(value: Any, key: str, where: str) -> Any:
         except (ValueError, RecursionError) as error:
             raise UserError(
                 f"{where}: `{key}` must be a list of turns, found a string that is not JSON "
-                f"({fault(error)})"
+                f"({fault(error)}): write it with json.dumps"
             ) from error
         check_depth(value, f"{where}: `{key}`")
     if not isinstance(value, Mapping) or not any(
