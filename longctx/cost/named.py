@@ -31,9 +31,14 @@ _NAMES = {name: name for name in MACHINES} | {
 
 
 def several(text: str) -> tuple[int, str]:
-    """Returns the count and the card of `2x4090` or `8 x H100`; 1 and the text for any other."""
-    found = re.fullmatch(r"(\d{1,4})\s*[xX*]\s*([a-zA-Z\d].*)", text.strip())
-    return (int(found[1]), found[2]) if found else (1, text)
+    """Returns the count and the card of `2x4090`, `8 x H100` or `4090 x2`; 1 and the text for any
+    other."""
+    word = text.strip()
+    if found := re.fullmatch(r"([1-9]\d{0,2})\s*[xX*]\s*([a-zA-Z\d].*)", word):
+        return int(found[1]), found[2]
+    if found := re.fullmatch(r"(.*[a-zA-Z\d])\s*[xX*]\s*([1-9]\d{0,2})", word):
+        return int(found[2]), found[1]
+    return 1, text
 
 
 def machine_named(name: str) -> Machine:
