@@ -510,6 +510,7 @@ def alone(
         gpu_limit=limit,
         problem=None if most <= limit else f"{most / GIB:.1f} GiB of GPU memory are needed",
         rank_host_bytes=decision.host.nbytes,
+        reading_bytes=0,
         parameters=made.parameters,
     )
 

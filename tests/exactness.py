@@ -41,4 +41,6 @@ def assert_exact(
 
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+WIDTHS = [torch.bfloat16, torch.float32]
+"""The dtypes in which shapes matter: fp16 takes bf16's path through a kernel."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

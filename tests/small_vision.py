@@ -76,6 +76,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 DENSE = [kind for kind in KINDS if kind != "qwen3_vl_moe"]
 """Those without experts, some choices of which flip in 16 bits."""
+FEW = ["gemma3", "llava", "qwen2_5_vl", "qwen3_vl"]
+"""One of each way to place an image: seen both ways, as plain tokens, by rows of positions in
+sections, and by rows in turns with features for the first layers."""
 
 
 def vision_config(kind: str, **text: Any) -> PretrainedConfig:

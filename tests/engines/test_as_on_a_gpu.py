@@ -1,6 +1,6 @@
-"""Every engine with every class type and task, up to the first step, on a CPU that passes for an
-H100: the plan, refusals and placement, which no other test reaches under an engine. A run of one
-engine once ended there on every GPU, while all tests passed."""
+"""Every engine with every class type, and with every task under the schedule, up to the first step,
+on a CPU that passes for an H100: the plan, refusals and placement, which no other test reaches
+under an engine. A run of one engine once ended there on every GPU, while all tests passed."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ CLASSES = ("custom", "vanilla", "liger")
 TASKS = ("sft", "dpo", "kto", "orpo", "cpo", "simpo", "reward", "distill")
 VARIANTS = {"lora": ["--lora_r", "4"], "shared": ["--sequence_parallel_size", "2"]}
 """Runs of `sft` with other options."""
+SOME = ("sft", "dpo", "lora")
+"""The tasks of `liger`, whose way is vanilla's. Under an engine `vanilla` has these and those whose
+model has no lm_head, a teacher or shared rows."""
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +61,12 @@ def cases(engine: str, processes: int, data: dict[str, Any]) -> list[dict[str, A
             words += ["--train_file", data["files"][name]]
             words += ["--teacher", data["model"]] if task == "distill" else []
             steps = class_type == "custom" and not engine.startswith("fsdp")
-            until = "step" if steps and task in ("sft", "dpo", "lora") else "data"
-            if class_type == "liger" and task not in ("sft", "dpo", "lora"):
-                continue  # whose way is vanilla's
+            until = "step" if steps and task in SOME else "data"
+            if class_type == "liger" and task not in SOME:
+                continue
+            if class_type == "vanilla" and engine != "plain":
+                if task not in (*SOME, "reward", "distill", "shared"):
+                    continue
             if task != "shared" or processes > 1:
                 found.append({"name": f"{class_type} {task}", "words": words, "until": until})
     return found

@@ -2,93 +2,94 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import signal
-import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
-from paths import PYTHONPATH
 
 from longctx.engines import builds
 from longctx.engines.builds import extensions_folder
 from longctx.errors import UserError
 
-# Loads an operator whose build is a line of Python: it marks its folder as torch does, and waits
-# where torch waits. DeepSpeed itself, which takes seconds to import, is two names.
-LOAD = """
-import importlib.util, os, sys, time
-from pathlib import Path
-from types import ModuleType
 
-class OpBuilder:
-    name = "op"
+def load(folder: Path, parent: Connection) -> None:
+    """Loads an operator whose build waits for a word: it marks its folder as torch does, and waits
+    where torch waits. DeepSpeed itself is two names. Runs in a process of its own."""
 
-    def load(self, verbose=False):
-        marker = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / self.name / "lock"
-        marker.parent.mkdir(exist_ok=True)
-        while marker.exists():
-            time.sleep(0.05)
-        marker.touch()
-        print("building", flush=True)
-        sys.stdin.readline()
-        marker.unlink()
-        print("built", flush=True)
+    class OpBuilder:
+        name = "op"
 
-builder = "deepspeed.ops.op_builder.builder"
-for name in ("deepspeed", "deepspeed.ops", "deepspeed.ops.op_builder", builder):
-    sys.modules[name] = ModuleType(name)
-sys.modules["deepspeed"].__version__ = "0"
-sys.modules[builder].OpBuilder = OpBuilder
-spec = importlib.util.spec_from_file_location("builds", sys.argv[1])
-builds = importlib.util.module_from_spec(spec)  # the file alone, without all engines
-spec.loader.exec_module(builds)
-builds.build_one_at_a_time()
-print("loading", flush=True)
-OpBuilder().load()
-"""
+        def load(self, verbose: bool = False) -> None:
+            marker = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / self.name / "lock"
+            marker.parent.mkdir(exist_ok=True)
+            while marker.exists():
+                time.sleep(0.05)
+            marker.touch()
+            parent.send("building")
+            parent.recv()
+            marker.unlink()
+            parent.send("built")
+
+    builder = "deepspeed.ops.op_builder.builder"
+    for name in ("deepspeed", "deepspeed.ops", "deepspeed.ops.op_builder", builder):
+        sys.modules[name] = ModuleType(name)
+    deepspeed: Any = sys.modules["deepspeed"]
+    deepspeed.__version__ = "0"
+    sys.modules[builder].OpBuilder = OpBuilder  # type: ignore[attr-defined]
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    builds.build_one_at_a_time()
+    parent.send("loading")
+    OpBuilder().load()
+
+
+Start = Callable[[], tuple[Any, Connection]]
 
 
 @pytest.fixture
-def start(tmp_path: Path):
-    """Starts a process that builds; ends all that are left."""
-    env = {**os.environ, "PYTHONPATH": PYTHONPATH, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    processes: list[subprocess.Popen[str]] = []
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Forks a process that builds, with a pipe to it; ends all that are left."""
+    fork = multiprocessing.get_context("fork")
+    processes: list[Any] = []
 
-    def start() -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", LOAD, str(builds.__file__)]
-        processes.append(subprocess.Popen(command, text=True, env=env, **pipes))
-        return processes[-1]
+    def start() -> tuple[Any, Connection]:
+        ours, theirs = fork.Pipe()
+        processes.append(fork.Process(target=load, args=(tmp_path, theirs)))
+        processes[-1].start()
+        assert ours.recv() == "loading"
+        return processes[-1], ours
 
     yield start
     for process in processes:
         process.kill()
-        process.wait()
+        process.join()
 
 
-def wait_for(process: subprocess.Popen[str], word: str) -> None:
-    """Until the process prints the word; libraries may print as well."""
-    assert process.stdout
-    assert any(line == f"{word}\n" for line in process.stdout)
-
-
-def test_a_killed_build_stops_nobody_and_two_do_not_meet(start, tmp_path: Path) -> None:
-    killed = start()
-    wait_for(killed, "building")
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+def test_a_killed_build_stops_nobody_and_two_do_not_meet(start: Start, tmp_path: Path) -> None:
+    killed, said = start()
+    assert said.recv() == "building"
+    killed.kill()
+    killed.join()
     assert list(tmp_path.glob("*/op/lock"))  # for which torch would wait for ever
-    first = start()
-    wait_for(first, "building")
-    second = start()
-    wait_for(second, "loading")
-    with pytest.raises(subprocess.TimeoutExpired):
-        second.wait(timeout=0.5)  # it waits, and takes no live build for a killed one
+    first, of_first = start()
+    assert of_first.recv() == "building"
+    second, of_second = start()
+    assert not of_second.poll(0.5)  # it waits, and takes no live build for a killed one
     assert list(tmp_path.glob("*/op/lock"))
-    assert first.communicate("\n")[0].endswith("built\n")
-    assert second.communicate("\n")[0].endswith("building\nbuilt\n")
+    of_first.send("end")
+    assert of_first.recv() == "built"
+    assert of_second.recv() == "building"
+    of_second.send("end")
+    assert of_second.recv() == "built"
+    for process in (first, second):
+        process.join()
+        assert process.exitcode == 0
     assert not list(tmp_path.glob("*/op/lock"))
 
 

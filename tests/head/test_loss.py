@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from exactness import DEVICE, DTYPES, assert_exact
+from exactness import DEVICE, DTYPES, WIDTHS, assert_exact
 from longctx.head import loss as loss_module
 from longctx.head import pieces as pieces_module
 from longctx.head.loss import linear_cross_entropy, linear_cross_entropy_reference
@@ -58,7 +58,7 @@ def _check(hidden, weight, labels, bias=None, chunk=None, **options):
             assert_exact(name, grads[name], naive_grads[name], grad)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", WIDTHS)
 @pytest.mark.parametrize(
     ("T", "D", "V", "ignored"),
     [
@@ -73,7 +73,7 @@ def test_exact(T, D, V, ignored, dtype):
     _check(*_inputs(T, D, V, dtype, ignored))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", WIDTHS)
 @pytest.mark.parametrize(
     "chunk", [1, 40_000, 400_000]
 )  # 1 row, a few rows and several chunks at a time
@@ -225,7 +225,7 @@ def test_the_last_scaling_rounds_once(dtype):
 
 @pytest.mark.parametrize("frozen", [None, "hidden", "weight"])
 @pytest.mark.parametrize("ignored", [0.0, 0.4])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", WIDTHS)
 def test_groups_of_pieces(dtype, ignored, frozen):
     """Two groups of pieces and a ragged rest, with every frozen input and with ignored rows."""
     lines = 40

@@ -14,7 +14,7 @@ from hostile.cases import Case, find_named
 from hostile.client import Server
 from hostile.tables import CASES
 
-SAMPLED = 40
+SAMPLED = 80
 """A plain run takes one of so many cases of each table."""
 
 

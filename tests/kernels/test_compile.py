@@ -1,5 +1,6 @@
 """Every kernel compiles for sm_80 and sm_90 without a GPU, and spills no register in the
-configuration that the public functions choose.
+configuration that the public functions choose. In fp32, a dtype of tests, sm_80 is enough: it has
+less shared memory.
 
 The kernels compile in a process of their own, because Triton may be set to interpret them in this
 one. That process runs this file as a script, which prints one JSON line per kernel, architecture
@@ -22,6 +23,8 @@ from paths import PYTHONPATH
 ACTIVATED = (("swiglu", "silu", True), ("geglu", "gelu_tanh", True))
 ACTIVATED += (("relu2", "relu2", False), ("gelu_tanh", "gelu_tanh", False))
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # what one program may have
+TARGETS = {"bf16": (80, 90), "fp32": (80,)}
+"""The architectures for which a kernel in a dtype is compiled."""
 
 
 def _cases():
@@ -264,7 +267,8 @@ def _cases():
 
 def _grouped_cases(grouped_mm, t: str):
     """Cases of experts' matmuls, with the sizes of Qwen3-30B-A3B: every tile that some number of
-    slots, width and card chooses."""
+    slots, width and card chooses. The tile of large segments has all variants of the kernel, the
+    others have the plain one and the one that holds most, an adapter's."""
     p, itemsize = f"*{t}", 2 if t == "bf16" else 4
     slots = {"ends_ptr": "*i32", "experts": 128, "width": 1536, "K": 2048, "EXPERTS": 128}
     configs = {
@@ -273,6 +277,7 @@ def _grouped_cases(grouped_mm, t: str):
         for width in (128, 1536)
         for kib in (99, 163)
     }
+    largest = grouped_mm.mm_config(65536, 128, 1536, itemsize, 1024 * 163)
     for c in configs:
         pointers = {f"{n}_ptr": p for n in ("x", "weight", "bias", "u", "b", "out")}
         strides = {"stride_x": 2048, "stride_expert": 2**21, "stride_weight": 2048}
@@ -288,6 +293,8 @@ def _grouped_cases(grouped_mm, t: str):
         ):
             if ranks and t == "fp32":
                 continue  # an A100 spills 16 bytes there, in a dtype that is for tests
+            if c != largest and name not in ("", "_adapted_widely"):
+                continue
             how = {"HAS_ROWS": by_inputs, "BY_INPUTS": by_inputs}
             how |= {"HAS_BIAS": biased, "RANKS": ranks}
             how |= {"EVEN_WIDTH": even, "EVEN_INPUTS": even, "HALVES": c.halves}
@@ -359,7 +366,7 @@ def _main() -> None:
     # where others would find it (`reports`).
     CUDABackend.make_cubin = lambda *args: b"no binary"
     for name, kernel, dtype, arguments, config in _cases():
-        for arch in (80, 90):
+        for arch in TARGETS[dtype]:
             binary, log = _compile(kernel, arguments, config, arch)
             registers = int(re.search(r"Used (\d+) registers", log).group(1))
             spills = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
@@ -423,9 +430,9 @@ def test_every_kernel_compiles_for_both_architectures(reports):
         "many_square_sums",
     }
     compiled = {(r["name"].split()[0], r["arch"], r["dtype"]) for r in reports}
-    expected = {(n, a, t) for n in names for a in (80, 90) for t in ("bf16", "fp32")}
+    expected = {(n, a, t) for n in names for t, archs in TARGETS.items() for a in archs}
     in_16_bits = {"grouped_mm_adapted", "grouped_mm_adapted_widely"}
-    assert compiled == expected | {(n, a, "bf16") for n in in_16_bits for a in (80, 90)}
+    assert compiled == expected | {(n, a, "bf16") for n in in_16_bits for a in TARGETS["bf16"]}
 
 
 def test_no_kernel_spills_registers(reports):
@@ -437,7 +444,7 @@ def test_no_kernel_spills_registers(reports):
 def test_adamw_and_norms_round_as_their_references_do(reports):
     """Each operation to nearest: no contraction, no approximation, no denormal flushed to zero."""
     exact = ("adamw", "many_adamw", "square_sums", "many_square_sums")
-    assert [r["inexact"] for r in reports if r["name"] in exact] == [[]] * 16
+    assert [r["inexact"] for r in reports if r["name"] in exact] == [[]] * 12
     assert any("fma." in i for r in reports for i in r["inexact"])  # the search finds them
 
 

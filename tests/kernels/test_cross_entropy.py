@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exactness import DEVICE, DTYPES, assert_exact
+from exactness import DEVICE, WIDTHS, assert_exact
 from longctx.kernels import cross_entropy as module
 from longctx.kernels.cross_entropy import (
     IGNORE_INDEX,
@@ -54,8 +54,11 @@ def _inputs(T: int, V: int, dtype: torch.dtype, scale: float = 3.0):
     return x, y
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [*((shape, dtype) for shape in SHAPES for dtype in WIDTHS), (SHAPES[1], torch.float16)],
+    ids=str,
+)
 def test_loss_and_gradient(shape, dtype):
     x, y = _inputs(*shape, dtype)
     loss, grad = _truth(x.double(), y)

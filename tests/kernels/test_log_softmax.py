@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exactness import DEVICE, DTYPES, assert_exact
+from exactness import DEVICE, WIDTHS, assert_exact
 from longctx.kernels.log_softmax import log_softmax, log_softmax_gradient, log_softmax_reference
 
 SHAPES = [
@@ -55,8 +55,11 @@ def _check(x, y, weights, **options) -> None:
     assert torch.equal(x, found)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [*((shape, dtype) for shape in SHAPES for dtype in WIDTHS), (SHAPES[1], torch.float16)],
+    ids=str,
+)
 def test_values_and_gradient(shape, dtype):
     _check(*_inputs(*shape, dtype))
 

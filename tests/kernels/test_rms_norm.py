@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from exactness import DEVICE, DTYPES, assert_exact
+from exactness import DEVICE, DTYPES, WIDTHS, assert_exact
 from longctx.kernels import norm as module
 from longctx.kernels.launch import sm_count
 from longctx.kernels.norm import (
@@ -60,7 +60,7 @@ def _truth(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("llama_rounding", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", WIDTHS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forward_and_backward(shape, dtype, llama_rounding):
     torch.manual_seed(0)
@@ -84,7 +84,7 @@ def _gemma_truth(x: Tensor, weight: Tensor) -> Tensor:
     return norm_reference(x, weight, EPS, llama_rounding=False, offset=1.0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", WIDTHS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gemmas_weight_is_stored_less_one(shape, dtype):
     torch.manual_seed(0)

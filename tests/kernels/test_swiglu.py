@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exactness import DEVICE, DTYPES, assert_exact
+from exactness import DEVICE, DTYPES, WIDTHS, assert_exact
 from longctx.kernels.swiglu import (
     geglu,
     swiglu,
@@ -52,7 +52,7 @@ def _inputs(*shape: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("op", "hf"), OPS, ids=["swiglu", "geglu"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", WIDTHS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forward_and_backward(shape, dtype, op, hf):
     gate, up, d = _inputs(*shape, dtype=dtype)

@@ -167,10 +167,9 @@ def test_a_gradient_that_comes_from_between() -> None:
         del loss
 
 
-@pytest.mark.parametrize("k", [2, 3, 6])
-@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize(("k", "accumulates"), [(2, True), (3, False), (6, True)])
 def test_weights_and_states_that_wait_on_the_host(k, accumulates) -> None:
-    """Three steps of exact AdamW, with all on the host, or with anything anywhere."""
+    """Two steps of exact AdamW, with all on the host, or with anything anywhere."""
     trained = []
     for ladder, where in (
         (6 * KEEP_X, nothing_on_gpu),
@@ -180,7 +179,7 @@ def test_weights_and_states_that_wait_on_the_host(k, accumulates) -> None:
         model = llama(layers=6)
         placed = place(model, where, ladder=ladder, accumulates=accumulates)
         optimizer, losses = placed.optimizer(), []
-        for step in range(3):
+        for step in range(2):
             for part in range(1 + accumulates):
                 loss = model(**row(step + 7 * part)).loss
                 loss.backward()
@@ -193,7 +192,7 @@ def test_weights_and_states_that_wait_on_the_host(k, accumulates) -> None:
         assert_equal(other, trained[0])
 
 
-@pytest.mark.parametrize("k", [2, 3, 4, 6])
+@pytest.mark.parametrize("k", [3, 4])
 def test_weights_come_up_once_more_and_no_more_of_them_at_a_time(k, monkeypatch) -> None:
     """The count takes one more copy of each layer's weights (Levels.traffic)."""
     brought, most = [0], [0]

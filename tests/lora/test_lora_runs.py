@@ -40,6 +40,8 @@ KINDS = {
     "some": ["--lora_targets", "v_proj", "o_proj", "down_proj", "--lora_alpha", "16"],
     "vanilla dropout": ["--class_type", "vanilla", "--lora_dropout", "0.3"],
 }
+NF4 = ["--quantize", "nf4", "--dtype", "bfloat16"]
+OF_4_BITS = {"nf4": NF4, "nf4, vanilla": [*NF4, "--class_type", "vanilla"]}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def finished(flags, tmp_path_factory):
     @cache
     def finished(kind: str) -> Path:
         folder = tmp_path_factory.mktemp("finished") / "run"
-        run(flags, folder, *KINDS[kind])
+        run(flags, folder, *(KINDS | OF_4_BITS)[kind])
         return folder
 
     return finished
@@ -101,7 +103,7 @@ def test_places_change_no_bit(finished) -> None:
         assert all(torch.equal(ours[name], other[name]) for name in other)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["fp32", "bf16, on the host", "dropout", "vanilla dropout"])
 def test_resumed_bit_by_bit(flags, finished, tmp_path, kind) -> None:
     begun = Path(shutil.copytree(finished(kind), tmp_path / "run"))
     resume = ["--resume_from_checkpoint", str(begun / "checkpoint-2")]
@@ -270,23 +272,18 @@ def test_modules_to_save(flags, tmp_path) -> None:
     assert torch.equal(merged.lm_head.weight.to(head.dtype), head)
 
 
-def test_qlora(flags, tmp_path, capsys) -> None:
+def test_qlora(flags, finished, tmp_path, capsys) -> None:
     """Both class types train the same adapters over the same 4 bits; a preset has them too."""
     pytest.importorskip("bitsandbytes")
-    found = []
-    for kind in ("custom", "vanilla"):
-        folder = tmp_path / kind
-        more = ["--class_type", kind, "--quantize", "nf4", "--dtype", "bfloat16"]
-        run(flags, folder, *more)
-        truth = adapter(folder / "final")
-        resume = ["--resume_from_checkpoint", str(folder / "checkpoint-2")]
-        run(flags, folder, *more, *resume)
-        assert all(torch.equal(adapter(folder / "final")[n], x) for n, x in truth.items())
-        found.append([line["loss"] for line in logged(folder)])
+    found = [[line["loss"] for line in logged(finished(kind))] for kind in OF_4_BITS]
+    truth = adapter(finished("nf4") / "final")
+    begun = Path(shutil.copytree(finished("nf4"), tmp_path / "run"))
+    capsys.readouterr()
+    run(flags, begun, *NF4, "--resume_from_checkpoint", str(begun / "checkpoint-2"))
+    assert all(torch.equal(adapter(begun / "final")[n], x) for n, x in truth.items())
     out = capsys.readouterr().out
-    more = ["--quantize", "nf4", "--dtype", "bfloat16", "--place", "host"]
-    run(flags, tmp_path / "hosted", *more)
-    hosted, truth = (adapter(tmp_path / name / "final") for name in ("hosted", "custom"))
+    run(flags, tmp_path / "hosted", *NF4, "--place", "host")
+    hosted = adapter(tmp_path / "hosted" / "final")
     assert all(torch.equal(hosted[name], x) for name, x in truth.items())
     assert "on the host: weights" in capsys.readouterr().out
     assert "over NF4" in out and "Hugging Face's layers" not in out
@@ -390,11 +387,10 @@ def test_a_plan_knows_a_checkpoints_4_bits() -> None:
     assert found["some"] == ((weights - whole) // 2 + whole * 4, (weights - whole) // 64 * 4)
 
 
-def test_merging_into_the_4_bits_gives_what_was_trained(flags, tmp_path) -> None:
+def test_merging_into_the_4_bits_gives_what_was_trained(flags, finished, tmp_path) -> None:
     """But for the rounding to 16 bits; over whole weights it is another model."""
     pytest.importorskip("bitsandbytes")
-    run(flags, tmp_path / "run", "--quantize", "nf4", "--dtype", "bfloat16")
-    final, ids = tmp_path / "run" / "final", torch.arange(5, 25)[None]
+    final, ids = finished("nf4") / "final", torch.arange(5, 25)[None]
     args = ModelArguments(quantize="nf4")
     packed = quantised_loading(args, torch.bfloat16, torch.device("cpu"))
     base = AutoModelForCausalLM.from_pretrained(base_of(flags), dtype=torch.bfloat16, **packed)

@@ -34,9 +34,9 @@ from longctx.memory.stream import Compute, Lane
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 STEPS = 3
-RUNS = {"cpu": 24, "cuda": 200}
+RUNS = {"cpu": 12, "cuda": 200}
 """Random runs of the usual kind. On a GPU lanes lag at random, too."""
-RUNS_OF_A_KIND = {"cpu": 3, "cuda": 6}
+RUNS_OF_A_KIND = {"cpu": 2, "cuda": 6}
 Numbers = dict[str, Tensor]
 
 pytestmark = pytest.mark.usefixtures("reference_kernels", "poison", "deterministic")
@@ -278,38 +278,25 @@ def test_a_long_run_is_the_same_run(device) -> None:
 
 KINDS = {
     "fp32": dict(dtype=torch.float32),
-    "tied": dict(tied=True),
     "activations-larger-than-gradients": dict(rows=5),
-    "more-batches-than-planned": dict(batches=2),
     "more-large-batches-than-planned": dict(batches=2, rows=5),
     "norms-of-q-and-k": dict(family="qwen3"),
     "norms-after-parts": dict(family="gemma3_text", tied=True),
-    "fused": dict(family="phi3"),
-    "fused-fp32": dict(family="phi3", dtype=torch.float32),
     "fused-accumulates": dict(family="phi3", accumulates=True, batches=2),
     "fused-resumed": dict(family="phi3", resumed=True),
     "vanilla": dict(class_type="vanilla"),
     "hugging-faces-layers": dict(hooked=True),
-    "hugging-faces-layers-tied": dict(hooked=True, tied=True),
     "adapter": dict(adapter=True),
-    "lora": dict(lora=()),
     "lora-accumulates": dict(lora=(), accumulates=True, batches=2),
     "lora-and-ends": dict(lora=("embed_tokens", "lm_head")),
-    "lora-hugging-faces-layers": dict(lora=(), hooked=True),
-    "nf4": dict(lora=(), nf4=True),
     "nf4-fused": dict(lora=(), nf4=True, family="phi3"),
     "nf4-and-ends": dict(lora=("embed_tokens", "lm_head"), nf4=True),
     "nf4-hugging-faces-layers": dict(lora=(), nf4=True, hooked=True),
-    "accumulates": dict(accumulates=True, batches=2),
-    "accumulates-fp32": dict(accumulates=True, batches=2, dtype=torch.float32),
     "accumulates-tied": dict(accumulates=True, batches=2, tied=True),
-    "accumulates-vanilla": dict(accumulates=True, batches=2, class_type="vanilla"),
     "frozen-layer": dict(frozen="layers.1."),
     "frozen-embedding": dict(frozen="embed_tokens"),
     "frozen-attention": dict(frozen="self_attn"),
     "frozen-norms": dict(frozen="norm"),
-    "resumed": dict(resumed=True),
-    "resumed-fp32": dict(resumed=True, dtype=torch.float32),
     "resumed-accumulates": dict(resumed=True, accumulates=True, batches=2),
 }
 

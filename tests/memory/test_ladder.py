@@ -297,7 +297,7 @@ def test_a_keepable_is_one_declaration() -> None:
 # --- never worse with more memory --------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     layers=st.integers(1, 24),
     tokens=st.sampled_from([1, 1000, 8192, T]),

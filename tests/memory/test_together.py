@@ -134,8 +134,17 @@ CHANGES: list[Change] = [
 ]
 
 
-@pytest.mark.parametrize("how", ["at once", "prepared", "begun"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+HOW = ["begun", "at once", "prepared"]
+
+
+@pytest.mark.parametrize(
+    ("change", "how"),
+    [
+        *((change, HOW[i % 3]) for i, change in enumerate(CHANGES)),
+        *((nothing, how) for how in HOW[1:]),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
 def test_together_as_each_alone(change: Change, how: str, monkeypatch) -> None:
     """Every second step is clipped."""
     found = []

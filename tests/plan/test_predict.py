@@ -55,7 +55,7 @@ OPTIONS = {
 GPUS, HOSTS = [5, 6, 8, 10, 12, 16, 24, 32, 48, 80], [16, 24, 32, 40, 48, 64, 96, 256]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     gpu=st.sampled_from(GPUS),
     host=st.sampled_from(HOSTS),
@@ -87,7 +87,7 @@ def assert_within_budgets(found: Plan, options: dict) -> None:
     assert all(nbytes >= 0 for phase in found.phases for nbytes in phase.buffers.values())
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     gpu=st.sampled_from([1, 2, 3, 4, *GPUS]),
     host=st.sampled_from(HOSTS),
@@ -186,7 +186,7 @@ def test_adapters_take_less_than_all_weights() -> None:
 @pytest.mark.parametrize("tokens", [8192, 131072])
 def test_more_memory_makes_no_plan_slower(tokens) -> None:
     """As its seconds are shown, to three digits."""
-    plans = {(gpu, host): planned(gpu, host, tokens) for gpu in GPUS for host in HOSTS}
+    plans = {(gpu, host): planned(gpu, host, tokens) for gpu in GPUS[::2] for host in HOSTS}
     for less, more in product(plans, repeat=2):
         if plans[less].fits and less[0] <= more[0] and less[1] <= more[1]:
             assert plans[more].fits, (less, more)

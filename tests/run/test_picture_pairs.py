@@ -131,7 +131,7 @@ def lines_of(folder: Path) -> list[dict[str, float]]:
     return [*map(json.loads, (folder / METRICS).read_text().splitlines())]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("kind", ["qwen3_vl"])
 def test_dpo_takes_the_steps_of_vanilla_and_evaluates(kind, flags_of, tmp_path, capsys) -> None:
     (tmp_path / "other").mkdir()
     other = small.write(tmp_path / "other", small.pairs_about_colours(3))
@@ -167,7 +167,7 @@ def test_kto_takes_the_steps_of_vanilla(flags_of, tmp_path) -> None:
         assert a["kl"] == pytest.approx(b["kl"], rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["gemma3"])
 def test_text_alone_takes_the_steps_of_vanilla(kind, flags_of, tmp_path, capsys) -> None:
     """Pairs of text train a vision-language model whose tower stays on the host, and vanilla packs
     their answers, too."""
