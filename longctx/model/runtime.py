@@ -102,7 +102,7 @@ class Runtime:
     """The cut of batches up to that length; None: the default cut of each length."""
     host_room: int = 0
     """Host bytes that the store may take."""
-    attach: Callable[[Any], None] = field(default=lambda model: None)
+    attach: Callable[[Any], None] = field(default_factory=lambda: _not_attached)
     """Puts our forwards into modules of a model that were exchanged since (forwards/attach.py)."""
     whole: weakref.ref[Any] | None = None
     """The model whose base model this is the runtime of."""
@@ -171,7 +171,10 @@ class Runtime:
     def __reduce__(self) -> tuple[Any, ...]:
         """Saved and copied with the model; memory, streams and an engine's word are made anew."""
         settings = dict(
-            label_smoothing=self.label_smoothing, passes=self.passes, strict=self.strict
+            label_smoothing=self.label_smoothing,
+            passes=self.passes,
+            strict=self.strict,
+            attach=self.attach,
         )
         return _remake, (self.args, settings)
 
@@ -366,6 +369,10 @@ def _remake(args: PatchOptions, settings: dict[str, Any]) -> Runtime:
 
 def _is_on(x: Tensor, device: torch.device) -> bool:
     return x.device.type == device.type and device.index in (None, x.device.index)
+
+
+def _not_attached(model: Any) -> None:
+    """There are no forwards of ours yet."""
 
 
 def _plain_pending(model: PreTrainedModel) -> Pending:

@@ -126,7 +126,7 @@ LOST: dict[str, tuple[Any, str]] = {
     ),
     "a tensor too many": (
         lambda c: _keep(c, lambda name: True, extra=torch.zeros(3)),
-        r"1 tensors no module of the model takes \(extra\)",
+        r"1 tensor no module of the model takes \(extra\)",
     ),
     "another adapter within": (
         lambda c: ((c / "within").mkdir(), (c / "within/adapter_config.json").write_text("{}")),
