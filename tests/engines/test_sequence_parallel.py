@@ -70,8 +70,8 @@ def test_zero3(job: list[str], vanilla: Path, warm: Warm, tmp_path: Path) -> Non
 @needs_deepspeed
 def test_vanilla_with_ulysses(job: list[str], warm: Warm, tmp_path: Path) -> None:
     """accelerate's own, for comparisons: full rows of one document. It averages rows, not tokens,
-    so that one with padding would count too much."""
-    (tmp_path / "book.txt").write_text(" ".join(f"{i} bottles" for i in range(2000)))
+    so that one with padding would count too much: of a thousand rows, twelve are seen."""
+    (tmp_path / "book.txt").write_text(" ".join(f"{i} bottles" for i in range(20_000)))
     flags = [*job, "--train_file", f"{tmp_path}/book.txt", "--class_type", "vanilla", *batch(1)]
     flags += ["--max_steps", "3"]
     train.main([*flags, "--output_dir", f"{tmp_path}/vanilla", "--save_strategy", "no"])
