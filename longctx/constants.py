@@ -5,8 +5,8 @@ from __future__ import annotations
 __version__ = "0.2.0.dev0"
 """The one home of the version (setup.py, pyproject.toml)."""
 __distribution__ = "longctx-train"
-"""What pip installs; `import longctx` and the command `longctx` have a shorter name, which on the
-public index is another project's. pyproject.toml repeats it."""
+"""The name under which pip installs this project; pyproject.toml repeats it. The import and the
+command are called `longctx`, a name that belongs to another project on the public index."""
 GIB = 2**30
 """Bytes of a GiB."""
 IGNORE_INDEX = -100

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any, TextIO
 
 MOST_CHARACTERS = 800
@@ -40,6 +42,13 @@ def counted(number: float) -> str:
 def many(count: int, noun: str) -> str:
     """`1 row`, `2,000 rows`: a count with its noun, which takes an s."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def did_you_mean(word: str, known: Iterable[str], before: str = "", cutoff: float = 0.6) -> str:
+    """`did you mean lora? `: asks for the known word that is nearest to `word`, with `before` in
+    front of it; empty where none is near (difflib's `cutoff`)."""
+    near = get_close_matches(word, [*known], n=1, cutoff=cutoff)
+    return f"did you mean {before}{near[0]}? " if near else ""
 
 
 class UserError(Exception):

@@ -6,7 +6,6 @@ the screen goes through the pager ($PAGER, else less); elsewhere it is printed a
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from longctx import cli
-from longctx.errors import UserError, on_terminal
+from longctx.errors import UserError, did_you_mean, on_terminal
 from longctx.options.shipped import files
 from longctx.program import Parser
 
@@ -45,8 +44,7 @@ def main(argv: Sequence[str]) -> None:
     elif name in cli.COMMANDS:
         cli.run([name, "--help"])
     else:
-        near = difflib.get_close_matches(name, [*PAGES, *cli.COMMANDS], n=1)
-        guess = f"did you mean longctx help {near[0]}? " if near else ""
+        guess = did_you_mean(name, [*PAGES, *cli.COMMANDS], "longctx help ")
         raise UserError(f"no page {written!r}; {guess}`longctx help` lists all")
 
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from longctx.errors import UserError
-from longctx.options.shipped import did_you_mean, files
+from longctx.errors import UserError, did_you_mean
+from longctx.options.shipped import LISTED, files
 from longctx.program import Parser
 
 RECIPES, SCRIPTS = files("recipes", ".yaml"), files("recipes", ".py")
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
     known = {file.name: file for file in (*RECIPES, *SCRIPTS, *DEEPSPEED, *FSDP2, *LAUNCHED)}
     known |= {file.stem: file for file in RECIPES}
     if name not in known:
-        raise UserError(f"no recipe {name!r}{did_you_mean(name, known)}")
+        raise UserError(f"no recipe {name!r}; {did_you_mean(name, known)}{LISTED}")
     sys.stdout.write(known[name].read_text(encoding="utf-8"))
 
 

@@ -12,7 +12,6 @@ longctx/run/options.py does all three.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -22,7 +21,6 @@ from argparse import ArgumentError, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,7 +34,7 @@ from transformers.integrations import (
     get_available_reporting_integrations,
 )
 
-from longctx.errors import UserError, one_line, print_rank0, say
+from longctx.errors import UserError, did_you_mean, one_line, print_rank0, say
 from longctx.options.arguments import DataArguments as DataArguments
 from longctx.options.arguments import ModelArguments as ModelArguments
 from longctx.options.arguments import TrainOptions
@@ -165,8 +163,7 @@ def _check_reports(report_to: Sequence[str]) -> None:
     available = get_available_reporting_integrations()
     for name in report_to:
         if name not in INTEGRATION_TO_CALLBACK:
-            near = get_close_matches(name, INTEGRATION_TO_CALLBACK, n=1)
-            guess = f"did you mean {near[0]}? " if near else ""
+            guess = did_you_mean(name, INTEGRATION_TO_CALLBACK)
             known = ", ".join(INTEGRATION_TO_CALLBACK)
             raise UserError(f"--report_to {name}: {guess}transformers knows {known}")
         if name not in available:
@@ -204,8 +201,7 @@ class _Parser(HfArgumentParser, Parser):
             raise ArgumentError(action, f"{value}: {says}")
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
-            near = difflib.get_close_matches(str(value).lower(), known, n=1)
-            guess = f"did you mean {near[0]}? " if near else ""
+            guess = did_you_mean(str(value).lower(), known)
             raise ArgumentError(
                 action, f"invalid choice: {value!r}; {guess}Choose from {', '.join(known)}"
             )

@@ -9,13 +9,12 @@ folder.
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from functools import cache
 from pathlib import Path
 
-from longctx.errors import UserError, say
+from longctx.errors import UserError, did_you_mean, say
 
 SHARE = Path(__file__).parents[1] / "share"
 OPTIONS = {
@@ -24,6 +23,8 @@ OPTIONS = {
     "fsdp_config": ("fsdp_configs", ".json"),
 }
 """Option -> folder and suffix of the files that it may name."""
+LISTED = "`longctx recipes` lists all"
+"""The end of a line about an unknown name."""
 
 
 def files(folder: str, suffix: str = "") -> list[Path]:
@@ -47,7 +48,7 @@ def find(option: str, written: str) -> Path:
         return path
     raise UserError(
         f"--{option}: cannot read {path}: no such file here or among longctx's own"
-        f"{did_you_mean(path.name, ours)}"
+        f"; {did_you_mean(path.name, ours)}{LISTED}"
     )
 
 
@@ -61,10 +62,3 @@ def _say_which(option: str, written: str, suffix: str) -> None:
             f"write --{option} {written}{suffix} for the one in this folder",
             file=sys.stderr,
         )
-
-
-def did_you_mean(name: str, known: dict[str, Path]) -> str:
-    """The end of a line about an unknown name."""
-    close = difflib.get_close_matches(name, known, n=1)
-    guess = f"did you mean {close[0]}? " if close else ""
-    return f"; {guess}`longctx recipes` lists all"

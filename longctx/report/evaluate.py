@@ -53,7 +53,8 @@ Result = dict[str, Any]
 
 
 class Ruler(NamedTuple):
-    """What is asked of RULER (ruler.py)."""
+    """The tasks of RULER to run, the lengths of their texts in tokens, and how many texts of each
+    length a task has (ruler.py)."""
 
     tasks: list[str]
     lengths: list[int]

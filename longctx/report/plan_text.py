@@ -179,7 +179,8 @@ COLOURS = {
 }
 """A group of buffers -> its letter, which is read where there are no colours, and its colour."""
 OTHER = ("e", "bright_magenta")
-"""Of states that an engine keeps, whose group has the engine's name."""
+"""Letter and colour of a group that COLOURS does not have: an engine's states, which are called by
+the engine's name."""
 
 
 def bars(result: dict[str, Any], console: Console) -> list[Text]:

@@ -8,7 +8,6 @@ with essays or questions of real data sets download them.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import logging
 import tempfile
@@ -17,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from longctx.errors import UserError, one_line
+from longctx.errors import UserError, did_you_mean, one_line
 from longctx.safety.packages import pip_install
 from longctx.safety.system import installed
 
@@ -39,8 +38,7 @@ def check_ruler(tasks: Sequence[str], seq_len: int) -> list[int]:
     lm-eval is not installed."""
     for task in tasks:
         if task not in TASKS:
-            near = difflib.get_close_matches(task, TASKS, n=1, cutoff=0.4)
-            guess = f"did you mean {near[0]}? " if near else ""
+            guess = did_you_mean(task, TASKS, cutoff=0.4)
             raise UserError(f"--ruler {task}: {guess}RULER's tasks are {', '.join(TASKS)}")
     lengths = [tokens for tokens in LENGTHS if seq_len // 8 <= tokens <= seq_len]
     if not lengths:

@@ -1,4 +1,5 @@
-"""Which packages pip is told to install, and whose files run as `longctx`.
+"""Writes the `pip install` commands of advice, and finds other distributions that are imported as
+`longctx`.
 
 Advice names the packages that are missing, never an extra of longctx: it works wherever longctx
 came from, an index, a wheel or a clone. Bounds of versions are those of pyproject.toml, read from

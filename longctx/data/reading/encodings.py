@@ -86,8 +86,8 @@ def guess_file(path: Path) -> Guess | None:
 
 
 def advice(path: Path, found: Guess | None) -> str:
-    """What to do with a file that is not UTF-8: the command that converts it from the encoding in
-    which it reads."""
+    """Returns advice for a file that is not UTF-8: the command that converts it to UTF-8 from the
+    encoding that was guessed."""
     if found is None:
         return "save it as UTF-8, remove it"
     name = ICONV.get(found.name, found.name.replace("_", "-").upper())

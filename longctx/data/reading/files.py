@@ -1,4 +1,5 @@
-"""Which files paths, folders and globs name. Of a folder, records are read, or else its texts.
+"""Finds the files that paths, folders and globs name. A folder's files of records are read, or, if
+it has none, its texts.
 
     data/README.md            passed over: there are records
     data/train.parquet        read
@@ -178,7 +179,7 @@ def _sorted_out(folder: Path) -> _Folder:
 
 
 def _passed_over(found: _Folder) -> list[str]:
-    """What is not read, in words."""
+    """Returns phrases that list the files of a folder which are not read."""
     words = _kinds(found.texts, named=True) if found.records else []
     words += _kinds(found.others, " (read where records name them)" if found.records else "")
     words += _first(found.no_records, "no records")

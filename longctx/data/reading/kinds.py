@@ -1,4 +1,5 @@
-"""What a file is, by its name and its first bytes: records, text, or something else with its cure.
+"""Tells from a file's name and first bytes whether it holds records or text. A file of any other
+kind is refused, with the command that makes text of it.
 
 .jsonl .ndjson .json       records as JSON values      json_values.py    also .gz .bz2 .xz .zst
 .csv .tsv                  records as lines of cells   tables.py         also .gz .bz2 .xz .zst

@@ -26,7 +26,8 @@ from longctx.errors import UserError
 BLOCK_BYTES = 1 << 20
 GROWTH = 200
 GROWTH_FREE_BYTES = 64 << 20
-"""What any compressed file may grow to: a line that is written again and again shrinks more."""
+"""Bytes to which a compressed file of any size may unpack: a small file whose lines repeat may
+shrink to less than one part in GROWTH."""
 DECOMPRESSORS: dict[str, Callable[[Any], Any]] = {
     ".gz": lambda file: gzip.GzipFile(fileobj=file),
     ".bz2": bz2.BZ2File,

@@ -1,4 +1,4 @@
-"""Where documents come from: files, and datasets of the hub or of a folder.
+"""Reads documents from files, and from datasets of the hub or of a folder.
 
     book.txt, notes.md, main.py        one document: the whole file
     chats.jsonl, a.json, a.csv,        one document a record (json_values.py, tables.py;

@@ -1,4 +1,4 @@
-"""What the modules of a patched model run instead of their own forward, on one instance.
+"""The forwards that modules of a patched model run instead of their own, on that instance alone.
 
     causal_forward   ForCausalLM     with labels the loss, in chunks, and logits if they are read
     whole_forward    the same of a vision-language model

@@ -1,4 +1,5 @@
-"""What a patched model says of calls that Hugging Face's code runs, once each, and refuses.
+"""Reports, once each, the calls of a patched model that Hugging Face's code runs, and refuses calls
+that are traced or exported.
 
 torch.compile leaves our forwards as they are, since their kernels are written by hand.
 """
