@@ -86,7 +86,7 @@ class Case:
     prints: tuple[str, ...] = ()
     """Patterns, each of which a line of the output has."""
     vanilla: bool = False
-    """Whether Hugging Face's layers are meant to run."""
+    """Whether Hugging Face's layers are meant to run, or what is printed speaks of them."""
 
     @property
     def is_tiny(self) -> bool:
@@ -463,7 +463,8 @@ def _commands(inputs: Inputs) -> Iterator[Case]:
         commands=((sys.executable, "train.py", "--max_steps", "5"),),
         prints=(SCHEDULE,),
     )
-    yield Case(name="help", commands=((*longctx, "help"), (*longctx, "help", "lora")))
+    pages = ((*longctx, "help"), (*longctx, "help", "lora"))
+    yield Case(name="help", commands=pages, vanilla=True)
     recipe = ("llama-3.2-1b_32k", "--seq_len", "32k", "--max_steps", "2", *NO_SAVES)
     yield Case(
         name="recipe",
