@@ -78,7 +78,7 @@ from profiling.results import results_file, write_results
 UNSLOTH = Path(__file__).with_name("unsloth_peer.py")
 QLORA = dict(name="qlora", preset="llama-3.1-8b", lora=16, quantize="nf4")
 DPO_VARIED = dict(preset="llama-3.1-8b", lora=16, task="dpo")
-LENGTHS = {1024: 8, 2048: 8, 4096: 9, 8192: 10, 32768: 12}
+LENGTHS = {1024: 8, 2048: 8, 4096: 9, 8192: 10, 32768: 12, 131072: 12}
 """Tokens of a row -> GiB of our budget."""
 CASES = [
     *(Case(**QLORA, tokens=n, gpu_gib=gib) for n, most in LENGTHS.items() for gib in (0, most)),
