@@ -35,7 +35,8 @@ another one that warms up. There `idle` is rough: two steps stand for all.
 `step_s` is the median of `steps` steps after a few others, from one step's begin to the next by the
 GPU's clock, without a synchronisation in between (step_clock.py); `slowest_s` is the longest.
 `fwd_s`, `bwd_s`, `opt_s` (clipping included) and `rest_s` are medians of its phases. `idle` is the
-share of a step in which the GPU did nothing, by what two further steps kept it busy. `peak_gib` and
+share of a step in which the GPU did nothing, by what two further steps kept it busy; steps of more
+than 65536 tokens, which take half a minute, have none. `peak_gib` and
 `reserved_gib` are of the timed steps, the former with the pool of CUDA graphs (`graphs_gib`),
 `host_gib` is what the process holds of the host's memory after them.
 
@@ -211,7 +212,8 @@ def measure(job: Job, peer: Peer | None, model: Any, case: Case, kept: Any) -> R
     steps = steps_of(case, job.timed)
     if case.peer_pairs:
         steps = (len(pairs), job.timed or len(pairs))  # every length is seen before
-    clock = Clock(*steps)
+    long = case.step_tokens > VERY_LONG_TOKENS
+    clock = Clock(*steps, idle_steps=0 if long else None)
     with tempfile.TemporaryDirectory() as folder:
         if peer is None:
             row = measure_custom(case, clock, job.flags, Path(folder))

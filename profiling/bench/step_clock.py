@@ -132,11 +132,18 @@ def time_trainer(trainer: Any, clock: Clock) -> None:
     trainer.train()
 
 
-def time_loop(model: Any, batches: Sequence[dict[str, Any]], clock: Clock, autocast: bool) -> None:
+def time_loop(
+    model: Any,
+    batches: Sequence[dict[str, Any]],
+    clock: Clock,
+    autocast: bool,
+    optimizer: Any = None,
+) -> None:
     """Steps of a loop that does nothing but train: it clips no gradients and logs nothing, and its
-    batches wait on the device. AdamW is torch's fused one. Says on stderr when a step begins."""
+    batches wait on the device. AdamW is torch's fused one unless another is given. Says on stderr
+    when a step begins."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+    optimizer = optimizer or torch.optim.AdamW(trained, lr=1e-5, fused=True)
     device = trained[0].device.type
     for step in range(clock.total):
         print(f"    {time.strftime('%X')} step {step + 1} of {clock.total}", file=sys.stderr)

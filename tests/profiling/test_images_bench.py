@@ -27,13 +27,14 @@ def small() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("side", ["custom", "vanilla"])
+@pytest.mark.parametrize(
+    "side, states", [("custom", "torch"), ("custom", "exact"), ("vanilla", "torch")]
+)
 @pytest.mark.parametrize("tower", [False, True])
-def test_a_row_of_frames(side, tower) -> None:
-    checkpointing = None if side == "custom" else "layers"
-    case = images_bench.BENCH.case(
-        dict(side=side, checkpointing=checkpointing, frames=4, pixels=64, tower=tower)
-    )
+def test_a_row_of_frames(side, states, tower) -> None:
+    case = dict(side=side, states=states, frames=4, pixels=64, tower=tower)
+    case["checkpointing"] = None if side == "custom" else "layers"
+    case = images_bench.BENCH.case(case)
     row = images_bench.measured(case, small(), "cpu", torch.float32, 1)
     assert row["status"] == "ok" and row["tokens"] == 2 * (8 + 4) + 8
     assert row["step_s"] > 0 and row["tower"] is tower
