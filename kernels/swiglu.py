@@ -6,9 +6,10 @@
     gelu   a = gate s,   s = sigmoid(z)                         Gemma's; StarCoder 2's without up
            z = 2 sqrt(2 / pi) (gate + 0.044715 gate^3)
     relu2  a = s^2,      s = max(gate, 0)                       Nemotron's, without up
+    sigmoid  a = s,      s = sigmoid(gate)                      the gate of attention's output
 
-    d_gate = d_product up a'       a' = s (1 + gate (1 - s) z'), with z' = 1 for silu; 2 s for relu2
-    d_up   = d_product y
+    d_gate = d_product up a'       a' = s (1 + gate (1 - s) z'), with z' = 1 for silu; 2 s for
+    d_up   = d_product y           relu2; s (1 - s) for sigmoid
 
 gelu is the approximation by tanh, since (1 + tanh(z / 2)) / 2 = sigmoid(z). Beyond 100, where s is
 0 or 1 in fp32, z is that of 100, so that nothing overflows but the square of relu2 itself.
@@ -43,7 +44,7 @@ from longctx.kernels.launch import (
     triton,
 )
 
-Activation = Literal["silu", "gelu_tanh", "relu2"]
+Activation = Literal["silu", "gelu_tanh", "relu2", "sigmoid"]
 SCALE, CUBE, LARGEST = 1.5957691216057308, 0.044715, 100.0
 
 
@@ -58,21 +59,27 @@ def swiglu_reference(
         y = wide.relu().square()
     elif activation == "gelu_tanh":
         y = torch.nn.functional.gelu(wide, approximate="tanh")
+    elif activation == "sigmoid":
+        y = wide.sigmoid()
     else:
         y = torch.nn.functional.silu(wide)
     return (y if up is None else y * up).to(gate.dtype)
 
 
-def _slope_reference(x: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """(s, a' / s) of the equations above."""
+def _activated_reference(x: Tensor, activation: Activation) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, s, a' / s) of the equations above."""
     if activation == "relu2":
-        return x.relu(), torch.full_like(x, 2)
+        s = x.relu()
+        return s * s, s, torch.full_like(x, 2)
+    if activation == "sigmoid":
+        s = x.sigmoid()
+        return s, s, 1 - s
     if activation == "silu":
         s = x.sigmoid()
-        return s, 1 + x * (1 - s)
+        return x * s, s, 1 + x * (1 - s)
     near = x.clamp(-LARGEST, LARGEST)
     s = (SCALE * (near + CUBE * near**3)).sigmoid()
-    return s, 1 + near * (1 - s) * SCALE * (1 + 3 * CUBE * near**2)
+    return x * s, s, 1 + near * (1 - s) * SCALE * (1 + 3 * CUBE * near**2)
 
 
 def _backward_reference_(
@@ -83,7 +90,7 @@ def _backward_reference_(
     activation: Activation,
 ) -> None:
     g, d = gate.float(), d_product.float()
-    s, slope = _slope_reference(g, activation)
+    y, s, slope = _activated_reference(g, activation)
     # All results are computed before the first write: `.float()` does not copy fp32 tensors, so g,
     # u and d can be the caller's own memory, and product may alias d_product.
     if up is None:
@@ -91,7 +98,7 @@ def _backward_reference_(
         # As forward gave it: g * s may differ from torch's gelu in the last digit.
         made = swiglu_reference(gate, None, activation)
     else:
-        u, y = up.float(), s * s if activation == "relu2" else g * s
+        u = up.float()
         d_gate, d_up, made = d * u * s * slope, d * y, y * u
         up.copy_(d_up)
     gate.copy_(d_gate)
@@ -112,6 +119,9 @@ def _activated(x, ACTIVATION: tl.constexpr):
         s = tl.sigmoid(1.5957691216057308 * near * (1 + square))
         slope = 1 + near * (1 - s) * 1.5957691216057308 * (1 + 3 * square)
         y = x * s
+    elif ACTIVATION == "sigmoid":
+        s = tl.sigmoid(x)
+        slope, y = 1 - s, s
     else:
         s = tl.sigmoid(x)
         slope, y = 1 + x * (1 - s), x * s

@@ -51,6 +51,10 @@ _CLAMPED = (
 )
 """Before transformers 5.18 these numbers are its own, 1.702 and 7."""
 
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25} | dict(
+    mrope_section=[2, 1, 1], mrope_interleaved=True
+)
+
 _LOOP = dict(experts_implementation="eager")
 """Experts in a loop: transformers' grouped matmuls take no fp64."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -171,6 +175,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | _CLAMPED
         | _LOOP,
     ),
+    "qwen3_5_text": (
+        "qwen3_5_text",
+        dict(head_dim=32, layer_types=3 * _SOME[:1], attention_bias=True)
+        | dict(rope_parameters=_SECTIONS),
+    ),
     "phi3": ("phi3", {}),
     "phi3-windows": ("phi3", dict(sliding_window=WINDOW)),
     "phi3-longrope": (
@@ -186,9 +195,11 @@ the same choices on all sides. PEFT's word for all maps adapts routers, too."""
 FIRST_OF_EACH = [*{kind: name for name, (kind, _) in reversed(FAMILIES.items())}.values()]
 """One variant of each family."""
 KINDS_OF_LAYERS = ["llama", "qwen3", "granite", "olmo3", "gemma2", "starcoder2", "cohere", "phi3"]
+KINDS_OF_LAYERS += ["qwen3_5_text"]
 """One family of each kind of layer: plain, with norms of q and k by head, scalars, norms of all
-heads, four norms and a cap, no gate, both parts in parallel, fused weights. In 16 bits, whose
-errors take many batches to compare, these stand for the others, which have fp32."""
+heads, four norms and a cap, no gate, both parts in parallel, fused weights, a gate of attention's
+output. In 16 bits, whose errors take many batches to compare, these stand for the others, which
+have fp32."""
 
 
 def family_config(name: str, **changes: Any) -> PretrainedConfig:

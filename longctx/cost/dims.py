@@ -51,6 +51,8 @@ class LayerKind:
     """Whether each head of q and k has a norm. Attention then takes copies."""
     wide_norms: bool = False
     """Whether q and k have norms over all heads."""
+    output_gate: bool = False
+    """Whether q's projection also gives a gate of attention's output."""
     sinks: bool = False
     """Whether each head has an attention sink."""
     caps_scores: bool = False

@@ -38,6 +38,8 @@ class Traits:
     """A token attends to itself and the window - 1 tokens before it; None: to all before it."""
     rope: str | None = "all"
     """The name of its RoPE in `Schedule.ropes`; None: the layer has none."""
+    output_gate: bool = False
+    """q's projection also gives a gate of o, head by head (parts/output_gate.py)."""
     norms_rotated: bool = False
     """The norms of q and k come after RoPE."""
     activation: str = "silu"

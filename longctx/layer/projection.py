@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longctx.layer.adapters.protocol import ALL, Adapter
+from longctx.layer.adapters.protocol import ALL, Adapter, Rows
 from longctx.layer.linear import (
     WeightGradient,
     linear,
@@ -41,8 +41,9 @@ class Projection:
     bias: Tensor | None = None  # (O,)
     adapter: Adapter | None = None
 
-    def rows(self, rows: slice) -> Projection:
-        """Returns the projection to these output features only."""
+    def rows(self, rows: Rows) -> Projection:
+        """Returns the projection to these output features only: a view of the weight for a slice,
+        a copy for numbers."""
         bias = None if self.bias is None else self.bias[rows]
         adapter = None if self.adapter is None else self.adapter.rows(rows)
         return Projection(self.weight[rows], bias, adapter)

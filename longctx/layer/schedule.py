@@ -9,9 +9,9 @@ For the T tokens of a batch, x (T, D), and weights (out, in) as Hugging Face sto
 This is Llama's layer: two residual blocks, each a part of its own (parts/). `Traits.blocks` names
 the parts of a layer, and one of them may be missing. Other families (model/families.py) differ by
 data (`Traits`, the parameters they have): a window or another scale of attention, layers without
-rope, a factor r of both sums (h = x + r o Wo'), norms of q and k, norms after the parts, an MLP
-without a gate or beside attention (it reads n1, and y = h + its output), and parameters that hold
-several of these weights. Any of the seven weights may have an adapter.
+rope, a factor r of both sums (h = x + r o Wo'), norms of q and k, a gate of o, norms after the
+parts, an MLP without a gate or beside attention (it reads n1, and y = h + its output), and
+parameters that hold several of these weights. Any of the seven weights may have an adapter.
 No gradient is computed for frozen weights, and dx only where a parameter below is trained.
 
 Token-wise work runs in tiles of the sequence and attention in head groups, so that gate, up and q,
@@ -33,7 +33,8 @@ the layer above saves no x, so that this one runs forward again (memory/store.py
 
 Peak memory beside weights and gradients: three units (x, o|dq, dy|dh|dx), dk|dv (2 K/H of a unit),
 a group's q, k, v, do, dq, and one tile of the MLP. Where a norm follows attention, do of all heads
-stands beside them, in which dk and dv find room (parts/key_gradients.py). Weight gradients are
+stands beside them, in which dk and dv find room (parts/key_gradients.py); with a gate of o also
+the gate's gradient, as large (parts/output_gate.py). Weight gradients are
 summed over tiles in fp32 and rounded once. Each tile and each group runs in a function of its own,
 so that its temporaries are freed before the next begins.
 """

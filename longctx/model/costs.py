@@ -55,6 +55,7 @@ def peer_layer_cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
         return int(tokens * elements) * s.itemsize
 
     matrices = (2 + kind.gated) * kind.intermediate + 2 * kind.wide + 2 * kind.narrow
+    matrices += kind.wide * kind.output_gate
     matmuls = 2 * tokens * s.hidden * matrices
     forward = (
         Work(name="matmuls", flops=matmuls, nbytes=nbytes(peer.moves)),

@@ -41,6 +41,7 @@ from longctx.model.classes import class_of
 from longctx.model.family import (
     NORMS,
     OF_Q_AND_K,
+    ONE_PLUS,
     OUT,
     QKV,
     ROUNDED_ONCE,
@@ -52,6 +53,7 @@ from longctx.model.family import (
     part_of,
     window_by_type,
 )
+from longctx.model.hybrids import HYBRIDS, is_yet_to_come
 from longctx.model.look import Read
 from longctx.model.mixtures import MIXTURES
 from longctx.model.vision import PREFIXES, is_whole, joint_of
@@ -65,7 +67,6 @@ _FOUR = {
     **_POST,
 }
 _CENTRED = partial(ROUNDED_ONCE, centred=True)
-_GEMMA_NORM = NormClass(epsilon="eps", spec=partial(ROUNDED_ONCE, offset=1.0))
 
 
 def _no_rope_without_window(config: Any, layer: int) -> dict[str, Any]:
@@ -93,7 +94,7 @@ _OLMO: dict[str, Any] = dict(
 _GLM: dict[str, Any] = dict(
     linears=QKV | OUT | _BOTH, interleaved=True, activation="mlp.activation_fn"
 )
-_GEMMA: dict[str, Any] = dict(norm=_GEMMA_NORM, activations=_GELU_TANH)
+_GEMMA: dict[str, Any] = dict(norm=ONE_PLUS, activations=_GELU_TANH)
 _COHERE: dict[str, Any] = dict(
     norms={"norm1": "input_layernorm"},
     norm=NormClass(suffix="LayerNorm", configured="layer_norm_eps", spec=_CENTRED),
@@ -253,6 +254,7 @@ FAMILIES: dict[str, Family] = {
             position_rows=4,
         ),
         *MIXTURES,
+        *HYBRIDS,
     )
 }
 
@@ -261,6 +263,9 @@ def family_of(owner: Any) -> Family | None:
     """Returns the family of a configuration, of a model or of any module in one; None if it is in
     no family. A configuration is in that of the class which transformers makes of it: those of
     InternLM3 are Llama's."""
+    config = owner if isinstance(owner, PretrainedConfig) else getattr(owner, "config", None)
+    if isinstance(config, PretrainedConfig) and is_yet_to_come(config):
+        return None
     kind = class_of(owner) if isinstance(owner, PretrainedConfig) else None
     return family_of_class(kind or owner.__class__)
 
@@ -372,7 +377,10 @@ def has_windows(config: PretrainedConfig) -> bool:
     return any(w is not None and (positions is None or w < positions) for w in windows(config))
 
 
-_NOT_YET = {"mllama": "its layers of cross-attention to images are not supported yet"}
+_NOT_YET = {
+    "mllama": "its layers of cross-attention to images are not supported yet",
+    "qwen3_5": "its layers of linear attention, and its images, are not supported yet",
+}
 """Why a family is missing, by a part of its names in lower case."""
 
 

@@ -93,6 +93,8 @@ class NormClass:
 
 
 ROUNDED_ONCE = partial(NormSpec, llama_rounding=False)
+ONE_PLUS = NormClass(epsilon="eps", spec=partial(ROUNDED_ONCE, offset=1.0))
+"""Gemma's norms, which store w and multiply by 1 + w."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,6 +111,8 @@ class Family:
     """The rest of the base model's."""
     mlp: str = ""
     """The name of the MLP's class, if it has another prefix."""
+    rotary: str = "RotaryEmbedding"
+    """The rest of the rotary embedding's."""
     modules: Mapping[str, str] = field(
         default_factory=lambda: {"self_attn": "Attention", "mlp": "MLP"}
     )
@@ -145,6 +149,9 @@ class Family:
     """The classes that it may be of."""
     wide_norms: bool = False
     """The norms of q and k are over all heads together."""
+    output_gate: bool = False
+    """q's projection also has the rows of a gate of attention's output, those of each head after
+    the head's own."""
     norm: NormClass = NormClass()
     dropouts: Names = ()
     """The paths of dropout modules, which must not drop anything."""
@@ -226,6 +233,7 @@ class Family:
         S = self.shared(config)
         rows = dict(q=q, k=kv, v=kv, o=D, gate=F, up=F, down=D)
         rows |= dict(shared_gate=S, shared_up=S, shared_down=D, share=1)
+        rows["q"] += q * self.output_gate
         if "k" not in self.linears:
             rows["q"] += 2 * kv
         if "up" not in self.linears:
@@ -295,6 +303,7 @@ class Family:
 
     def _traits_of(self, config: Any, layer: int) -> Traits:
         found = {"scale": head_dim(config) ** -0.5, "window": self.window(config, layer)}
+        found["output_gate"] = self.output_gate
         own = self.of_layer(config, layer)
         if own.stacks and own.router is not None:
             found |= {"blocks": WITH_EXPERTS, "router": own.router(config)}

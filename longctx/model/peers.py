@@ -89,6 +89,7 @@ def peer_sizes(
         heads=widest.num_attention_heads,
         kv_heads=kv_heads(widest),
         head_dim=head_dim(widest),
+        output_gate=family is not None and family.output_gate,
         caps_scores=score_cap(widest) is not None,
         gated=family is None or "gate" in family.linears,
         trains_weights=any(p.requires_grad and id(p) not in factors for p in matrices),

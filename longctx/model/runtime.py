@@ -325,6 +325,7 @@ def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int
         window=traits.window,
         qk_norms="q_norm" in family.norms and not family.wide_norms,
         wide_norms=family.wide_norms,
+        output_gate=traits.output_gate,
         sinks="sinks" in family.parameters,
         caps_scores=family.score_cap(config) is not None,
         post_norms=has_post_norms(config),

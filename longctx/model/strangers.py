@@ -202,7 +202,7 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
     yield from _problems(base, family.known("Model"), "model", patched=patched)
     yield from _undeclared(base, _IN_BASE, "model")
     yield from _dropouts(base, "model", training)
-    yield from _problems(base.rotary_emb, family.known("RotaryEmbedding"), "model.rotary_emb")
+    yield from _problems(base.rotary_emb, family.known(family.rotary), "model.rotary_emb")
     yield from _problems(base.norm, family.norm_classes, "model.norm", patched=patched)
     yield from _other_shape(base.norm, (config.hidden_size,), "model.norm")
     if type(next(base.parameters())) is nn.Parameter:  # FSDP's shards have another dtype
@@ -258,6 +258,8 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
         yield from _other_experts(family, parts, traits[i], where)
         if vars(layer).get("residual_multiplier", 1.0) != traits[i].residual:
             yield f"a residual multiplier of its own in {where}"
+        if vars(layer).get("block_type", "full_attention") != "full_attention":
+            yield f"a layer of another kind than full attention in {where}"
         if "self_attn" in family.modules:
             yield from _other_attention(family, parts, config, traits[i], where)
 

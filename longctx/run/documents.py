@@ -17,7 +17,7 @@ from longctx.engines.collectives import any_rank
 from longctx.errors import UserError, one_line, print_rank0
 from longctx.model.classes import class_of, own_class_of
 from longctx.model.declined import why_declined
-from longctx.model.families import FAMILIES
+from longctx.model.families import family_of
 from longctx.model.packed import why_joined, with_short_windows
 from longctx.model.patch import patch_as
 from longctx.model.positions import keep_documents_apart
@@ -46,7 +46,7 @@ def needs_one_document(
         f"apart ({reason})"
     )
     remedy = "use a model that does, as those of --class_type custom"
-    if config.get_text_config().model_type in FAMILIES:
+    if family_of(config.get_text_config()) is not None:
         remedy = "use --class_type custom, or another --attn_backend"
     if not text:
         raise UserError(f"{line}, and rows of --task {args.task} hold several answers: {remedy}")

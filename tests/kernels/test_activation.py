@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 from exactness import DEVICE, DTYPES, assert_exact
 from longctx.kernels.swiglu import activate, swiglu_backward_, swiglu_forward, swiglu_reference
 
-HF = {"relu2": "relu2", "gelu_tanh": "gelu_pytorch_tanh"}
+HF = {"relu2": "relu2", "gelu_tanh": "gelu_pytorch_tanh", "sigmoid": "sigmoid"}
 SHAPES = [
     (1, 64),  # one row, narrower than a block
     (127, 100),  # nothing is a power of two
@@ -72,7 +72,11 @@ def test_inputs_of_any_size(plain, dtype, kind, request):
     x = torch.tensor([[-most, -1e4, -101.0, -0.0, 101.0, most]], device=DEVICE).to(dtype)
     y, dx = _run(lambda x: activate(x, kind), x, torch.ones_like(x))
     positive, one = x.clamp(min=0), torch.tensor([0, 0, 0, 0.5, 1, 1], device=DEVICE)
-    if kind == "relu2":
+    if kind == "sigmoid":
+        half = one.where(one > 0, x.double().sigmoid()[0])[None].to(dtype)
+        assert torch.allclose(y, half, atol=1e-40, rtol=1e-6)
+        assert dx.isfinite().all() and dx[0, 3] == 0.25 and (dx[0, [0, 1, 4, 5]] == 0).all()
+    elif kind == "relu2":
         assert torch.equal(y, positive.square()) and torch.equal(dx, 2 * positive)
     else:
         assert torch.equal(y, positive) and torch.equal(dx, one[None].to(dtype))
@@ -138,7 +142,7 @@ def _backward(gate: Tensor, activation: str = "relu2", dy: Tensor | None = None,
             (op, change, message)
             for op in (_forward, _backward)
             for change, message in (
-                ({"activation": "relu"}, "one of silu, gelu_tanh, relu2, got 'relu'"),
+                ({"activation": "relu"}, "one of silu, gelu_tanh, relu2, sigmoid, got 'relu'"),
                 ({"gate": torch.zeros(3, 8).int()}, "gate must be bfloat16.*int32"),
                 ({"gate": torch.zeros(8, 3).t()}, r"must be contiguous.*\(1, 3\)"),
             )

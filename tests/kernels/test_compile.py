@@ -21,6 +21,7 @@ import pytest
 from paths import PYTHONPATH
 
 ACTIVATED = (("swiglu", "silu", True), ("geglu", "gelu_tanh", True))
+ACTIVATED += (("output_gate", "sigmoid", True),)
 ACTIVATED += (("relu2", "relu2", False), ("gelu_tanh", "gelu_tanh", False))
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # what one program may have
 TARGETS = {"bf16": (80, 90), "fp32": (80,)}

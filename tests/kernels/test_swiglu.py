@@ -8,6 +8,7 @@ from torch import Tensor
 
 from exactness import DEVICE, DTYPES, WIDTHS, assert_exact
 from longctx.kernels.swiglu import (
+    _activate,
     geglu,
     swiglu,
     swiglu_backward_,
@@ -33,7 +34,16 @@ def _naive_gelu(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
-OPS = [(swiglu, _naive), (geglu, _naive_gelu)]
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    """What a gate of attention's output does (layer/parts/output_gate.py), with autograd."""
+    return _activate(gate, up, "sigmoid")
+
+
+def _naive_gated(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.sigmoid(gate) * up
+
+
+OPS = [(swiglu, _naive), (geglu, _naive_gelu), (_gated, _naive_gated)]
 
 
 def _run(op, gate: Tensor, up: Tensor, d: Tensor):
@@ -51,7 +61,7 @@ def _inputs(*shape: int, dtype: torch.dtype) -> list[Tensor]:
     return [(torch.randn(*shape, dtype=torch.float64) * s).to(DEVICE, dtype) for s in scales]
 
 
-@pytest.mark.parametrize(("op", "hf"), OPS, ids=["swiglu", "geglu"])
+@pytest.mark.parametrize(("op", "hf"), OPS, ids=["swiglu", "geglu", "gate"])
 @pytest.mark.parametrize("dtype", WIDTHS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forward_and_backward(shape, dtype, op, hf):
@@ -65,7 +75,7 @@ def test_forward_and_backward(shape, dtype, op, hf):
         assert_exact(name, our, naive, truth)
 
 
-@pytest.mark.parametrize(("op", "hf"), OPS, ids=["swiglu", "geglu"])
+@pytest.mark.parametrize(("op", "hf"), OPS, ids=["swiglu", "geglu", "gate"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_torch_on_the_cpu(dtype, op, hf, reference_kernels):
     """swiglu without a GPU and without the interpreter: its gradient is written by hand."""

@@ -36,7 +36,9 @@ def wrapped(family: str, settings: dict[str, Any] | None = None) -> tuple[Any, A
     return Autocast(naive, enabled=False), Autocast(naive), Autocast(ours)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "granite", "olmo3", "gemma2", "starcoder2", "cohere"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "granite", "olmo3", "gemma2", "starcoder2", "cohere", "qwen3_5_text"]
+)
 def test_exactness_on_packed_rows(family, scheduled, capsys) -> None:
     """Kinds of layers of which tests/layer/test_schedule.py and tests/model/test_adapters.py have
     no autocast. Over 16 batches: over four, errors in 16 bits differ between CPUs with and without

@@ -126,9 +126,10 @@ EXPERTS = {
     "glm4_moe": dict(n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=96),
     "gpt_oss": dict(num_local_experts=6, num_experts_per_tok=3) | NO_WINDOWS,
 }
+HYBRIDS = {"qwen3_5_text": NO_WINDOWS}
 ALL_CUTS = [(groups, keep) for groups in (1, K) for keep in ("x", "o", "all")]
 CUTS = {kind: ALL_CUTS for kind in ("olmo2", "cohere")}
-CUTS |= {"qwen2_moe": [(K, "o"), (K, "all")]}
+CUTS |= {"qwen3_5_text": ALL_CUTS, "qwen2_moe": [(K, "o"), (K, "all")]}
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ CUTS |= {"qwen2_moe": [(K, "o"), (K, "all")]}
 def test_the_table_has_every_product_of_a_family(kind, head_groups, keep) -> None:
     changes = {"sliding_window": None} | NO_WINDOWS if kind == "exaone4" else {}
     changes |= {"residual_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0}
-    changes |= EXPERTS.get(kind, {})
+    changes |= EXPERTS.get(kind, {}) | HYBRIDS.get(kind, {})
     if kind == "gemma2":
         changes |= {"attn_logit_softcapping": None}  # attention with one is matmuls, counted here
     settings = dict(keep=keep, head_groups=head_groups, tile_tokens=T // 2)
@@ -258,7 +259,7 @@ def test_the_peak_of_layers_that_run_again(k: int, kind: str, groups: int, tiles
 def test_forward_needs_less_than_backward() -> None:
     """So that layers which run forward again do not add to the peak (cost/peak.py)."""
     for kind in KINDS:
-        changes = {"head_dim": d} if kind != "phi3" else {}
+        changes = ({"head_dim": d} if kind != "phi3" else {}) | HYBRIDS.get(kind, {})
         for layer in tables_of(make_step(kind, changes).model, T).kinds:
             forward, backward = (layer.working(phase) for phase in ("forward", "backward"))
             made = layer.by_name["o"].aligned
@@ -337,6 +338,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "nemotron": {"head_dim": d},
     "hunyuan_v1_dense": {"head_dim": d},
     "granite": {"residual_multiplier": 0.2, "embedding_multiplier": 2.0},
+    "qwen3_5_text": {"head_dim": d} | NO_WINDOWS,
 }
 SOME_CUTS = [("x", K), ("o", 1), ("all", K)]
 

@@ -37,6 +37,9 @@ FEW = dict(tile_tokens=31, head_groups=2, keep="x")
 FEW_ROWS = {torch.float32: [batch(PACKED)], torch.bfloat16: [batch(PACKED, i) for i in range(1, 7)]}
 
 
+SOME = [("phi3", torch.float32), ("qwen3_5_text", torch.float32), ("llama", torch.bfloat16)]
+
+
 def trio(family: str, dtype: torch.dtype, settings: Any = None, **changes: Any) -> Any:
     """(truth, naive, ours), whose magnitudes differ from the norms that PEFT begins with."""
     models = trio_of_lora(family, dtype, lora(use_dora=True, **changes), settings)
@@ -57,6 +60,8 @@ def trio(family: str, dtype: torch.dtype, settings: Any = None, **changes: Any) 
         ("llama", torch.float32, FEW, {}),
         ("granite-biases", torch.bfloat16, FEW, {}),  # a factor of both sums
         ("phi3", torch.float32, FEW, {}),  # one A for q, k and v
+        ("qwen3_5_text", torch.float32, FEW, {}),  # q beside a gate, row by row
+        ("qwen3_5_text", torch.bfloat16, FEW, {}),
         ("gemma2", torch.float32, {}, {}),
         ("cohere2", torch.float32, {}, {}),
         ("qwen2", torch.float32, FEW, dict(target_modules=["k_proj", "down_proj"])),
@@ -70,7 +75,7 @@ def test_exactness_on_packed_rows(family, dtype, settings, changes) -> None:
     assert sum("magnitude" in name for name in trained) * 3 == len(trained)
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("phi3", torch.float32), ("llama", torch.bfloat16)])
+@pytest.mark.parametrize(("family", "dtype"), SOME)
 def test_over_4_bits(family, dtype) -> None:
     pytest.importorskip("bitsandbytes")
     from test_quantised import trio as quantised
@@ -80,7 +85,7 @@ def test_over_4_bits(family, dtype) -> None:
     assert_exact_run(ours, naive, truth, dtype)
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("phi3", torch.float32), ("llama", torch.bfloat16)])
+@pytest.mark.parametrize(("family", "dtype"), SOME)
 def test_dropout_is_exact_against_an_explicit_mask(family, dtype, monkeypatch) -> None:
     """DoRA's own product sees the masked input, the linear layer all of it."""
     truth, naive, ours = trio(family, dtype, dict(tile_tokens=31, head_groups=2), lora_dropout=0.3)

@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import longctx
 from longctx.model.families import FAMILIES, family_of, is_a
+from longctx.model.hybrids import is_yet_to_come
 from longctx.options.config import ModelArguments
 from longctx.run.loading import load_config
 
@@ -38,6 +39,8 @@ def test_all_of_transformers_types() -> None:
             assert kind not in FAMILIES
             continue
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        if is_yet_to_come(config):
+            continue  # of no family yet
         model = model_class.__new__(model_class)
         family = family_of(config)
         assert family is family_of(model), kind
@@ -49,7 +52,11 @@ def test_all_of_transformers_types() -> None:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_family_is_found_by_its_configuration(kind: str) -> None:
-    assert family_of(AutoConfig.for_model(kind)) is FAMILIES[kind]
+    config = AutoConfig.for_model(kind)
+    if is_yet_to_come(config):
+        assert family_of(config) is None
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+    assert family_of(config) is FAMILIES[kind]
 
 
 @pytest.mark.usefixtures("reference_kernels")

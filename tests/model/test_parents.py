@@ -108,7 +108,7 @@ def _stacked(found: list[Found]) -> Found:
     [
         *((family, torch.bfloat16) for family in ("llama", "gemma3_text", "gemma2")),
         *((family, torch.float32) for family in ("llama", "gemma2", "olmo2", "qwen3", "mistral")),
-        ("cohere2", torch.float32),
+        *((family, torch.float32) for family in ("cohere2", "qwen3_5_text")),
     ],
 )
 def test_families_as_separate_rows(family, dtype, capsys) -> None:

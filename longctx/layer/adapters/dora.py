@@ -29,7 +29,7 @@ from longctx.cost.dims import LayerKind
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Table, Work
 from longctx.layer.adapters.lora import Lora, Low, LowGradient, spread
-from longctx.layer.adapters.protocol import ALL
+from longctx.layer.adapters.protocol import ALL, Rows
 from longctx.layer.linear import addmm_, wide_mm
 
 CHUNK = 2**22
@@ -84,7 +84,7 @@ class Rescaled(Low):
     def by_rows(self) -> frozenset[str]:
         return frozenset({"b", "magnitude"})
 
-    def rows(self, rows: slice) -> Rescaled:
+    def rows(self, rows: Rows) -> Rescaled:
         return replace(
             self,
             b=self.b[rows],

@@ -31,7 +31,7 @@ from longctx.cost.dims import LayerKind
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Table, Work
 from longctx.kernels.spread import spread_factors, spread_sums
-from longctx.layer.adapters.protocol import ALL
+from longctx.layer.adapters.protocol import ALL, Rows
 from longctx.layer.linear import WeightGradient, scaled_mm, wide_mm
 
 
@@ -95,7 +95,7 @@ class Low:
     def by_rows(self) -> frozenset[str]:
         return frozenset({"b"})
 
-    def rows(self, rows: slice) -> Low:
+    def rows(self, rows: Rows) -> Low:
         return replace(self, b=self.b[rows])
 
     def masked(self, x: Tensor, tile: slice) -> Tensor:  # (T, I)

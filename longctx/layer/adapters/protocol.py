@@ -15,6 +15,8 @@ from typing import Protocol
 from torch import Tensor
 
 ALL = slice(None)
+Rows = slice | Tensor
+"""Some output features: one after the other, or their numbers (int64)."""
 
 
 class AdapterGradient(Protocol):
@@ -48,7 +50,7 @@ class Adapter(Protocol):
         """Returns the factor of x, so that adapters of the same x share one matmul; None where
         it is not x itself that is multiplied."""
 
-    def rows(self, rows: slice) -> Adapter:
+    def rows(self, rows: Rows) -> Adapter:
         """Returns the adapter of these output features only."""
 
     def spread_out(self, u: Tensor) -> Tensor:  # (T, n) fp32

@@ -4,16 +4,18 @@
     o, lse = attention(q, k, v)   h = x + r o Wo'                             (T, H d), (T, D)
 
 Where a norm follows, z = o Wo' and h = x + rms_norm(z). A head may have a sink, a logit that takes
-part in its softmax and has no value (attention/sinks.py); o and lse are those with sinks.
+part in its softmax and has no value (attention/sinks.py); o and lse are those with sinks. o may
+have a gate, by which it is multiplied where Wo reads it (output_gate.py).
 
 Attention runs over the whole row, head group by head group (heads.py), so that q, k and v exist for
 one group only. h is made tile by tile, where the MLP reads it. Backward runs after the MLP's:
 
     per tile     dWo; the MLP's block has turned dy into dh; with a norm dz = rms_norm'(z, dh)
-                 and do = dz Wo
+                 and do = dz Wo; with a gate do and dg
     per group    [recompute q, k, v]; do = dh Wo; dq, dk, dv = attention'; dq takes o's place (with
                  norms of q, k: both are copied, normed and rotated; dq, dk pass back)
     per tile     dn1 = [dq dk dv] [Wq; Wk; Wv] in one matmul; dWq, dWk, dWv; dx = dh + rms_norm'
+                 (with a gate dg beside dq)
 
 The letters are those of layer/__init__.py.
 """
@@ -41,6 +43,7 @@ from longctx.layer.linear import WeightGradient, stacked, sum_dtype, weight_sums
 from longctx.layer.parts.heads import Group, HeadGroups
 from longctx.layer.parts.key_gradients import KeyGradients
 from longctx.layer.parts.norms import Norm
+from longctx.layer.parts.output_gate import OutputGate, gate_cost
 from longctx.layer.parts.protocol import NOTHING, Kept, OverRow
 from longctx.layer.passes import Pass
 from longctx.layer.projection import (
@@ -70,8 +73,10 @@ class SelfAttention(OverRow):
         self._pass, self._schedule, self._o = p, p.schedule, p.weights["o"]
         self._kept = kept
         self._heads = HeadGroups(p, kept.get("rstd"))
+        self._gate = OutputGate(p, self._heads) if p.traits.output_gate else None
         self._post = Norm(p, "post1")
         self.h = kept.get("h")
+        self._x: Tensor | None = None  # (T, D), in backward
         self._do: Tensor | None = None
         self._attended: tuple[Tensor, Tensor] | None = None  # o (T, H d), lse (H, T)
         self._d_o = None if p.gradients is None else p.gradients.projection("o")
@@ -99,7 +104,7 @@ class SelfAttention(OverRow):
     ) -> tuple[Tensor, Tensor]:  # o (T, H d), lse (H, T)
         """Runs attention over the row, and appends each group's q, k, v to `kept` if given."""
         s, t, weight = self._schedule, self._pass.traits, self._heads.q.weight
-        T, Hd = x.shape[0], len(weight)
+        T, Hd = x.shape[0], self._heads.columns
         # In the weights' dtype: the residual stream x may be fp32, as in autocast.
         o = weight.new_empty(T, Hd)
         lse = torch.empty(Hd // s.head_dim, T, dtype=torch.float32, device=x.device)
@@ -154,9 +159,13 @@ class SelfAttention(OverRow):
         """Returns h of a tile, (t, D), and writes what forward keeps of it."""
         out = None if self.h is None else self.h[tile]
         if self._post.weight is not None:
-            return self._normed(x, self._o(self.o[tile], tile, out=out), tile)
+            return self._normed(x, self._o(self._read(x, tile), tile, out=out), tile)
         scale = self._pass.traits.residual
-        return self._o.added(x[tile], self.o[tile], tile, scale=scale, out=out)
+        return self._o.added(x[tile], self._read(x, tile), tile, scale=scale, out=out)
+
+    def _read(self, x: Tensor, tile: slice) -> Tensor:
+        """Returns what o's projection reads of a tile, (t, H d)."""
+        return self.o[tile] if self._gate is None else self._gate.forward(x, self.o, tile)
 
     def _normed(self, x: Tensor, z: Tensor, tile: slice) -> Tensor:
         return x[tile] + self._post.forward(z)
@@ -165,6 +174,7 @@ class SelfAttention(OverRow):
 
     def again(self, x: Tensor) -> None:
         """Makes ready o and lse, kept or else recomputed from all of x."""
+        self._x = x
         if "o" in self._kept:
             self._attended = self._kept["o"], self._kept["lse"]
             return
@@ -178,7 +188,7 @@ class SelfAttention(OverRow):
         """Returns h of a tile, (t, D), kept or else recomputed, and z where a norm follows."""
         if self._post.weight is None:
             return (self.output(x, tile) if self.h is None else self.h[tile]), None
-        z = self._o(self.o[tile], tile) if self.h is None else self.h[tile]
+        z = self._o(self._read(x, tile), tile) if self.h is None else self.h[tile]
         return self._normed(x, z, tile), z
 
     @annotated("projections")
@@ -187,16 +197,23 @@ class SelfAttention(OverRow):
     ) -> None:
         """Adds a tile's part, from dh (t, D), to the gradients of o's projection and of the norm
         that follows, which read z, `held`. Such a norm makes dz another tensor than dh, and
-        `backward_` is left do (T, H d) instead, if it follows."""
-        z, o = held, self.o
-        assert self._d_o is not None
+        `backward_` is left do (T, H d) instead, if it follows; so it is with a gate."""
+        z, o, scale = held, self.o, self._pass.traits.residual
+        assert self._d_o is not None and self._x is not None
         narrow = (dh if z is None else self._post.backward(dh, z)).to(self._schedule.dtype)
-        v = self._o.inner_grad(narrow)
-        self._d_o.add(narrow, o[tile], v, tile)
-        if z is not None and goes_on:
-            self._do = torch.empty_like(o) if self._do is None else self._do
-            scale = self._pass.traits.residual
-            self._o.input_grad(narrow, v, tile, scale=scale, out=self._do[tile])
+        v, read = self._o.inner_grad(narrow), o[tile]
+        if self._gate is not None:
+            dp = self._o.input_grad(narrow, v, tile, scale=scale)
+            read = self._gate.backward(self._x, dp, o, tile, self._held_do(tile))
+        elif z is not None and goes_on:
+            self._o.input_grad(narrow, v, tile, scale=scale, out=self._held_do(tile))
+        self._d_o.add(narrow, read, v, tile)
+
+    def _held_do(self, tile: slice) -> Tensor:
+        """Returns where do of a tile is held, (t, H d)."""
+        if self._do is None:
+            self._do = torch.empty_like(self.o)
+        return self._do[tile]
 
     def finish_output(self) -> None:
         assert self._d_o is not None
@@ -223,7 +240,7 @@ class SelfAttention(OverRow):
         """Computes dq, dk, dv as the projections' outputs need them, one head group at a time, and
         the gradients of the norms of q and k and of sinks."""
         s, t, heads = self._schedule, self._pass.traits, self._heads
-        dkv = KeyGradients(list(heads), self._do, self._heads.q.weight, x.shape[0])
+        dkv = KeyGradients(list(heads), self._do, heads.q.weight, x.shape[0])
         output_grad, kept = self._output_grad(dh), self._kept_groups()
 
         def run(i: int, group: Group) -> Iterator[None]:
@@ -296,13 +313,16 @@ class SelfAttention(OverRow):
         whole = grads.w.given["q"].to(s.dtype) if in_one else stacked([p.weight for p in qkv])
         d_qkv = self._d_qkv(whole)
         d_adapters = {name: grads.projection(name, WeightGradient(False)) for name in "qkv"}
-        rows = [len(p.weight) for p in qkv]
+        rows, gate = [len(p.weight) for p in qkv], self._gate
 
         def run(tile: slice) -> None:
             n1 = heads.normed(x[tile])
             us = heads.inner(n1, tile)
             # One matmul with the three stacked weights: n1 is read once, and dn1 is rounded once.
-            dqkv = torch.cat([dq[tile], *dkv.of(tile)], dim=1)
+            if gate is None:
+                dqkv = torch.cat([dq[tile], *dkv.of(tile)], dim=1)
+            else:
+                dqkv = gate.beside(dq[tile], dkv.of(tile), tile)
             if heads.wide_norms is not None:
                 d_q, d_k, _ = dqkv.split(rows, dim=1)
                 heads.wide_norms.backward_(d_q, d_k, *heads.unnormed(n1, us, tile))
@@ -368,7 +388,9 @@ class SelfAttention(OverRow):
         )
         normed = (2 * n * s.hidden + 2 * unit) * kind.post_norms
         output = Work(name="o", flops=2 * tokens * kind.wide * s.hidden, nbytes=unit + normed)
-        sums = weight_sums(s, kind, tokens, s.hidden * (2 * kind.wide + 2 * kind.narrow))
+        in_q = kind.wide * (1 + kind.output_gate)
+        sums = weight_sums(s, kind, tokens, s.hidden * (in_q + kind.wide + 2 * kind.narrow))
+        gates = gate_cost(s, kind, tokens)
         twice = 1 + kind.trains_weights  # the gradients of inputs, and of weights
         h = Keepable(
             name="h",
@@ -379,7 +401,7 @@ class SelfAttention(OverRow):
             of_tiles=True,
         )
         return Table(
-            forward=(projected, measured, attended, edges, sinks, output),
+            forward=(projected, measured, attended, edges, sinks, *gates.forward, output),
             backward=(
                 Work(
                     name="attention",
@@ -392,6 +414,7 @@ class SelfAttention(OverRow):
                 Work(name="o", flops=twice * output.flops, nbytes=6 * unit + 2 * normed + sums),
                 Work(name="q k v", flops=twice * projected.flops, finishing=True),
                 replace(measured, flops=again, nbytes=2 * rotated * kind.wide_norms),
+                *gates.backward,
             ),
             keepables=(
                 Keepable(name="x", nbytes=unit, word="x", always=True, read_first=True),
@@ -414,7 +437,7 @@ class SelfAttention(OverRow):
                     needs=frozenset({"o"}),
                 ),
             ),
-            buffers=_attention_buffers(s, kind, tokens),
+            buffers=(*_attention_buffers(s, kind, tokens), *gates.buffers),
         )
 
 
@@ -426,13 +449,14 @@ def _attention_buffers(s: Sizes, kind: LayerKind, tokens: int) -> tuple[Buffer, 
     """Buffers of attention. Forward has a head group's q, k, v. Backward has these, do, and their
     gradients, which flash-attention sums in fp32 and allocates itself before they are copied,
     unless it writes them in place; q and k once more if they are normed; dk and dv of all groups,
-    and do where a norm follows (key_gradients.py); and o's rounded weight gradient, which was
-    summed in fp32 beside the MLP's. The projections' backward has a tile of dq, dk, dv, n1 and dn1,
-    the weights of q, k and v in one, and their gradients in fp32."""
+    and do where a norm or a gate follows (key_gradients.py); and o's rounded weight gradient, which
+    was summed in fp32 beside the MLP's. The projections' backward has a tile of dq, dk, dv, n1 and
+    dn1, the weights of q, k and v in one, and their gradients in fp32."""
     groups = s.cut(tokens).head_groups
     columns = kind.wide + 2 * kind.narrow
-    held = kind.post_norms * min(2, kind.heads // kind.kv_heads)  # of dk and dv, do holds so many
-    alone = not (kind.post_norms and s.writes_gradients)  # torch's flash copies do's columns
+    whole = kind.post_norms or kind.output_gate  # do is there of all heads
+    held = whole * min(2, kind.heads // kind.kv_heads)  # of dk and dv, do holds so many
+    alone = not (whole and s.writes_gradients)  # torch's flash copies do's columns
     made = kind.wide * alone + held * kind.narrow + (0 if s.writes_gradients else columns)
     made *= s.itemsize
     made += 4 * columns if s.itemsize < 4 else 0
@@ -441,9 +465,10 @@ def _attention_buffers(s: Sizes, kind: LayerKind, tokens: int) -> tuple[Buffer, 
     shared = 8 * (kind.wide + kind.narrow) // groups * s.itemsize if s.ranks > 1 else 0
     rows = min(tokens, s.cut(tokens).tile_tokens)
     again = (kind.wide + kind.narrow) * kind.wide_norms  # q, k as projected, for their norms
-    tile = rows * (columns + s.hidden + max(s.hidden, again)) * s.itemsize
+    projected = columns + kind.wide * kind.output_gate
+    tile = rows * (projected + s.hidden + max(s.hidden, again)) * s.itemsize
     stacked = s.itemsize + 4 * kind.trains_weights
-    do = tokens * kind.wide * s.itemsize * kind.post_norms
+    do = tokens * kind.wide * s.itemsize * whole
     dn1 = tokens * s.hidden * s.itemsize * kind.parallel
     until_the_end = {
         "dy": s.unit(tokens),
@@ -469,7 +494,7 @@ def _attention_buffers(s: Sizes, kind: LayerKind, tokens: int) -> tuple[Buffer, 
         back("a head group", tokens * group, spared_by="q k v"),
         # Exchanges of the previous and the next group are under way (attention/sharded.py).
         back("exchanges", tokens * shared),
-        last("the projections' weights and gradients", s.hidden * columns * stacked),
+        last("the projections' weights and gradients", s.hidden * projected * stacked),
         last("a tile", tile),
     )
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from longctx.attention.protocol import QKV
 from longctx.kernels.annotate import annotated, each
-from longctx.layer.adapters.protocol import ALL
+from longctx.layer.adapters.protocol import ALL, Rows
 from longctx.layer.parts.norms import Norm
 from longctx.layer.parts.wide_norms import WideNorms
 from longctx.layer.passes import Pass
@@ -42,6 +42,8 @@ class HeadGroups:
     def __init__(self, p: Pass, rstd: Tensor | None = None) -> None:
         self._pass, self._schedule = p, p.schedule
         self.q, self.k, self.v = self.qkv = tuple(p.weights[name] for name in "qkv")
+        self._in_q = 1 + p.traits.output_gate
+        """The matrices in q's projection: that of q, and of a gate of o beside it."""
         self._q_norm = p.weights.given.get("q_norm")
         self.norm = Norm(p, "norm1")
         self.qk_norms: tuple[Norm, ...] = ()
@@ -55,9 +57,22 @@ class HeadGroups:
                 self.wide_norms = WideNorms(p, rstd)
         self._inner: dict[int, list[Tensor | None]] = {}
 
+    @property
+    def columns(self) -> int:
+        """The columns of q and of o, H d."""
+        return len(self.q.weight) // self._in_q
+
+    def rows_of_q(self, which: int = 0, columns: slice = ALL) -> Rows:
+        """Returns the rows of q's projection that give q, or, if `which` is 1, the gate of o
+        (output_gate.py), of some heads: their `columns` in o."""
+        if self._in_q == 1:
+            return columns
+        rows = torch.arange(len(self.q.weight), device=self.q.weight.device)
+        return rows.view(-1, self._in_q, self._schedule.head_dim)[:, which].flatten()[columns]
+
     def __iter__(self) -> Iterator[Group]:
         s = self._schedule
-        H, K = len(self.q.weight) // s.head_dim, len(self.k.weight) // s.head_dim
+        H, K = self.columns // s.head_dim, len(self.k.weight) // s.head_dim
         k = K // s.head_groups
         h = k * (H // K)
         for i in range(s.head_groups):
@@ -97,7 +112,7 @@ class HeadGroups:
         """Computes q, k, v of one group: norm, one fused matmul, norms over all heads, rotation. If
         each head has a norm, q and k are returned as projected, without rotation."""
         s = self._schedule
-        columns = (group.q, group.kv, group.kv)
+        columns = (self.rows_of_q(0, group.q), group.kv, group.kv)
         parts = [p.rows(rows) for p, rows in zip(self.qkv, columns, strict=True)]
         # One matmul for q, k and v of the group: n1 (T, D) is read once instead of three times.
         together = Together(parts)
