@@ -463,6 +463,7 @@ FITS: tuple[Fit, ...] = (
 )
 UNFITTED = {
     "CONTEXT_BYTES": "in no results file",
+    "SHARED_LINK": "in no results file",
     "GPU_SPARE": "chosen",
     "GPU_SPARE_BYTES": "chosen",
     "GPU_MOST_SPARED": "chosen",

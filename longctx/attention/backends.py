@@ -20,6 +20,7 @@ take one document), a line in `choose_attention`, and a row in tests/attention/t
 from __future__ import annotations
 
 import functools
+import inspect
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -31,6 +32,7 @@ from longctx.attention import flash4
 from longctx.attention.by_length import LONG, ByLength
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention
+from longctx.attention.sinks import Sinks
 from longctx.errors import UserError, print_rank0
 
 aten = torch.ops.aten
@@ -127,12 +129,14 @@ def _sm(device: torch.device) -> str:
 class FlashAttention4(Attention):
     """The variable-length form of flash-attn-4 (Tri Dao and others, PyPI `flash-attn-4`)."""
 
-    writes_gradients = True
+    writes_gradients = fuses_sinks = True
 
     def __init__(self, softcap: float | None = None) -> None:
         super().__init__(softcap)
         interface = flash4.load()
         self._forward, self._backward = interface._flash_attn_fwd, interface._flash_attn_bwd
+        # Its first versions have sinks in forward alone.
+        self._knows_sinks = "learnable_sink" in inspect.signature(self._backward).parameters
 
     def reads_bounds(self, longest: int) -> bool:
         return True
@@ -146,8 +150,23 @@ class FlashAttention4(Attention):
         lse: Tensor,
         window: int | None = None,
     ) -> None:
-        options = self._options(documents, window)
+        self.forward_with_sinks(qkv, documents, scale, o, lse, window)
+
+    def forward_with_sinks(
+        self,
+        qkv: QKV,
+        documents: Documents,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
+        sinks: Sinks | None = None,
+    ) -> None:
+        inside = sinks is not None and self._has_sinks(o)
+        options = self._options(documents, window, sinks if inside else None)
         self._forward(*qkv, softmax_scale=scale, out=o, lse=lse, **options)
+        if sinks is not None and not inside:
+            sinks.add_(o, lse)
 
     def backward(
         self,
@@ -160,6 +179,20 @@ class FlashAttention4(Attention):
         window: int | None = None,
         out: QKV | None = None,
     ) -> QKV:
+        return self.backward_with_sinks(do, qkv, documents, scale, o, lse, window, out)
+
+    def backward_with_sinks(
+        self,
+        do: Tensor,
+        qkv: QKV,
+        documents: Documents,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
+        out: QKV | None = None,
+        sinks: Sinks | None = None,
+    ) -> QKV:
         # Unless deterministic, dq is summed with atomics, whose order changes from run to run.
         deterministic = torch.are_deterministic_algorithms_enabled()
         if deterministic and torch.cuda.get_device_capability(do.device)[0] == 12:
@@ -167,6 +200,11 @@ class FlashAttention4(Attention):
                 f"flash-attn-4 has no deterministic backward for this GPU ({_sm(do.device)}): "
                 "use --attn_backend flash"
             )
+        # The gradients of q, k and v need o and lse with sinks, but not these (kernels/sinks.py).
+        total = None if sinks is None else sinks.grad
+        inside = total is not None and self._has_sinks(do)
+        if sinks is not None and not inside:
+            sinks.add_grad_(do, o, lse)
         dq, dk, dv = out or (None, None, None)
         grads = self._backward(  # dq may overwrite o: it is written after o was read
             *(*qkv, o, do, lse),
@@ -175,13 +213,22 @@ class FlashAttention4(Attention):
             dq=dq,
             dk=dk,
             dv=dv,
-            **self._options(documents, window),
+            **self._options(documents, window, sinks if inside else None),
         )
-        return out or QKV(*grads)
+        if total is not None and inside:
+            total.add_(grads[3])
+        return out or QKV(*grads[:3])
 
-    def _options(self, documents: Documents, window: int | None) -> dict[str, Any]:
+    def _has_sinks(self, x: Tensor) -> bool:  # (T, H, d)
+        return self._knows_sinks and flash4.takes_sinks(x.device, x.shape[-1])
+
+    def _options(
+        self, documents: Documents, window: int | None, sinks: Sinks | None
+    ) -> dict[str, Any]:
         of_queries, of_keys, most_queries, most_keys = documents.bounds
-        return dict(
+        # fp32, so that their gradients are not rounded.
+        more = {} if sinks is None else dict(learnable_sink=sinks.logits.float())
+        return more | dict(
             causal=True,
             # flash-attn counts the tokens to the left of a query, Hugging Face's window the query
             # too.
@@ -290,10 +337,31 @@ class Math(PerDocument):
     """Plain torch in tiles of queries, so that the scores are (H, TILE, L) at most, or
     (H, TILE, TILE + window) with a window."""
 
+    fuses_sinks = True
     TILE = 1024
 
+    def forward_with_sinks(
+        self,
+        qkv: QKV,
+        documents: Documents,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
+        sinks: Sinks | None = None,
+    ) -> None:
+        logits = None if sinks is None else sinks.logits
+        for doc in documents.slices():
+            found = self.document_forward(qkv.of(doc), scale, window, sinks=logits)
+            o[doc], lse[:, doc] = found
+
     def document_forward(
-        self, qkv: QKV, scale: float, window: int | None, after: int = 0
+        self,
+        qkv: QKV,
+        scale: float,
+        window: int | None,
+        after: int = 0,
+        sinks: Tensor | None = None,  # (H,)
     ) -> tuple[Tensor, Tensor]:
         """The first query is at position `after` of the keys (cross.py)."""
         keys, values = (_heads_first(x, qkv.q) for x in qkv[1:])
@@ -302,6 +370,8 @@ class Math(PerDocument):
             offset = after + tile.start - seen.start
             scores = self._scores(qkv.q[tile], keys[:, seen], offset, scale, window)
             lse.append(scores.logsumexp(-1))
+            if sinks is not None:
+                lse[-1] = torch.logaddexp(lse[-1], sinks[:, None].to(scores.dtype))
             p = torch.exp(scores - lse[-1][:, :, None])
             o.append((p @ values[:, seen].to(p.dtype)).transpose(0, 1))
         return torch.cat(o), torch.cat(lse, dim=1)

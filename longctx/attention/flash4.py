@@ -41,6 +41,12 @@ CHOSEN = (9, 10)
 """Major compute capabilities on which `auto` chooses flash-attn-4: it was written for Hopper and
 data-centre Blackwell. On 12.x it runs Ampere's instructions, as torch's own kernels do."""
 
+WITH_SINKS = (9, 10, 11)
+"""Major compute capabilities whose kernels have attention sinks in their softmax, forward and
+backward, and give the gradient of sinks: so assert lines 2297 and 2454 of
+flash_attn/cute/interface.py (4.0.0b36), where heads of 256 have a backward without them on 10.x and
+11.x. Elsewhere sinks are merged into the result (attention/sinks.py)."""
+
 SMALLEST_HEAD = 24
 """The smallest head size with right gradients. For 8 and 16 they are wrong by as much as they are
 large (4.0.0b36 on an H200); for 24, 32, 192 and 256 they are right."""
@@ -73,6 +79,12 @@ def why_not(device: torch.device, head_dim: int = 128, softcap: bool = False) ->
     except Exception as error:  # a half-installed CUDA library may raise any type of error
         return f"is installed but does not load: {one_line(error, 200)}"
     return None
+
+
+def takes_sinks(device: torch.device, head_dim: int) -> bool:
+    """Whether the kernels for this GPU and for heads of this size have sinks in their softmax."""
+    major, _ = torch.cuda.get_device_capability(device)
+    return major in WITH_SINKS and (major == 9 or head_dim != 256)
 
 
 @functools.cache

@@ -97,9 +97,9 @@ class Sharded(Attention):
         o_whole = torch.empty_like(whole.q, memory_format=torch.contiguous_format)
         with annotate("attention"):
             own_lse = self._of_heads(lse)
-            self.attention.forward(whole, documents, scale, o_whole, own_lse, window)
-            if sinks is not None:
-                self._own(sinks).add_(o_whole, own_lse)
+            rest = documents, scale, o_whole, own_lse, window
+            self.attention.forward_with_sinks(whole, *rest, self._own(sinks))
+            del rest
         del whole
         back = self._to_tokens([o_whole])
         del o_whole
@@ -125,10 +125,11 @@ class Sharded(Attention):
         *whole, do, o = there()
         with annotate("attention"):
             own_lse = self._of_heads(lse)
-            if sinks is not None:
-                self._own(sinks).add_grad_(do, o, own_lse)
-            grads = self.attention.backward(do, QKV(*whole), documents, scale, o, own_lse, window)
-        del whole, do, o
+            rest = documents, scale, o, own_lse, window
+            grads = self.attention.backward_with_sinks(
+                do, QKV(*whole), *rest, sinks=self._own(sinks)
+            )
+        del whole, do, o, rest
         back = self._to_tokens(grads)
         del grads
         yield
@@ -146,9 +147,11 @@ class Sharded(Attention):
     def _of_heads(self, lse: Tensor) -> Tensor:  # (h, t) -> (h / R, R t)
         return lse.view(len(lse) // self.ranks, -1)
 
-    def _own(self, sinks: Sinks) -> Sinks:
+    def _own(self, sinks: Sinks | None) -> Sinks | None:
         """Returns the sinks of this rank's heads. Other ranks have the gradients of the others, as
         they have those of other tokens, and all are added up."""
+        if sinks is None:
+            return None
         share = len(sinks.logits) // self.ranks
         return sinks.of(slice(self.shards.rank * share, (self.shards.rank + 1) * share))
 

@@ -1,7 +1,10 @@
 """Attention sinks of a head group, whatever backend attends (kernels/sinks.py has the equations).
 
-A sink belongs to the whole softmax of a query, so it is added once: to the final o and lse of the
-rows of a batch, after what documents, prompts, images and padding merge of several calls.
+A sink belongs to the whole softmax of a query, so it is added once. flash-attn-4 and plain torch
+have it in their softmax (`Attention.fuses_sinks`), and round o once. For other backends, and where
+documents, prompts, images or padding are merged of several calls, it is added to the final o and
+lse, and o is rounded twice. Their error grows by this, most in the gradients of sinks and of biases
+of k, which are what sums of opposite terms leave.
 """
 
 from __future__ import annotations

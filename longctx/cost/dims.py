@@ -71,6 +71,10 @@ class LayerKind:
     """Whether each token has a weight of it, the sigmoid of a matmul."""
     expert_biases: bool = False
     """Whether they have biases."""
+    fp32_weights: bool = False
+    """Whether Hugging Face's code has the weights of a token's experts in fp32."""
+    folded: int = 0
+    """Elements of the experts' weights that PEFT folds adapters into, in Hugging Face's code."""
     parallel: bool = False
     """Whether the MLP stands beside attention and reads what attention reads."""
     trains_weights: bool = True

@@ -103,6 +103,9 @@ TOWER_LAUNCHES, TOWER_GRADIENT_LAUNCHES, TOWER_LAUNCH_S = 25, 60, 67e-6
 """Kernels of a tower's layer for a group of images, forward and backward, by count, and seconds in
 which Python and what it waits for take with each: with them a step in which the tower of 64 frames
 trains takes as long as it does on a host with 16 cores (h100_images.json, 1.18 s)."""
+SHARED_LINK = 0.69
+"""The share of the rate of its link to the host that each of four H100s of a host reaches when all
+of them copy at once: 38 of 55 GB/s."""
 DEQUANTISE = 1.45
 """A byte of a weight that is made dense takes as long as so many that are read or written: 0.0564
 ms for 14336 x 4096 on an H100 that copies 3.03 TB/s (h100_nf4.json, h100_kernels.json); 1.27 by

@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from longctx.constants import GIB
 from longctx.cost.cards import CARDS, LINK_SHARE, MEMORY_SHARE, SPREAD, Card
-from longctx.cost.fitted import CONTEXT_BYTES, NVLINK, PROCESS_BYTES
+from longctx.cost.fitted import CONTEXT_BYTES, NVLINK, PROCESS_BYTES, SHARED_LINK
 from longctx.cost.rates import AttentionRates, Rates, of_heads
 
 
@@ -44,6 +44,9 @@ class Machine:
     """The datasheet's dense bf16 FLOP/s, with sums in fp32; None: not known."""
     peer_bytes: float | None = None
     """To another GPU of the host in a second, while as much comes from it; None: over the link."""
+    shared_link: float = 1.0
+    """The share of `link_bytes` that each process has where more than two of a host copy at once;
+    1 where it was not measured."""
     measured: bool = False
     here: bool = False
     """On this very machine."""
@@ -69,6 +72,11 @@ class Machine:
     def exchange_bytes(self) -> float:
         """What a GPU gets from others in a second, in collectives of a layer's size."""
         return self.peer_bytes or self.link_bytes
+
+    def among(self, processes: int) -> Machine:
+        """Returns the machine as each of so many processes of one host has it."""
+        share = self.shared_link if processes > 2 else 1.0
+        return replace(self, link_bytes=share * self.link_bytes, shared_link=1.0)
 
     @property
     def gpu_bytes(self) -> int:
@@ -108,11 +116,12 @@ _MEASURED = tuple(
         memory_bytes=memory_bytes,
         link_bytes=link_bytes,
         peer_bytes=NVLINK,
+        shared_link=shared_link,
         measured=True,
     )
-    for name, gib, memory_bytes, link_bytes in (
-        ("h100", 79.18, 2.95e12, 50e9),
-        ("h200", 139.80, 4.25e12, 52e9),
+    for name, gib, memory_bytes, link_bytes, shared_link in (
+        ("h100", 79.18, 2.95e12, 50e9, SHARED_LINK),
+        ("h200", 139.80, 4.25e12, 52e9, 1.0),
     )
 )
 

@@ -106,6 +106,8 @@ class Sizes:
     """Bytes of an activation's element."""
     stream_itemsize: int | None = None
     """Bytes of an element of the residual stream, if it differs: 4 in autocast."""
+    fuses_sinks: bool = False
+    """Whether attention's kernels have sinks in their softmax."""
     writes_gradients: bool = False
     """Whether attention's backward writes dq, dk and dv into the tensors it is given."""
     trains_head: bool = True

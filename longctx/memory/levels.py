@@ -321,13 +321,13 @@ class Levels:
     def _traffic(self) -> Traffic:
         weight, grad, states = (self._away[kind] * self._bytes(kind) for kind in KINDS)
         of_layer = np.array([block.layer is not None for block in self.blocks], bool)
-        trained = self._bytes("states") > 0  # frozen weights stay on the host as they are
+        falling = weight - self._away["weight"] * self._bytes("frozen")
         alone = np.where(of_layer, np.maximum(0, grad - IN_FLIGHT_BYTES), grad)
         up = (weight * of_layer + grad * self.accumulates).sum(axis=1)
         return Traffic(
             rising_first=np.cumsum(weight + grad + states, axis=1),
             rising=np.cumsum(weight, axis=1),
-            falls_first=(weight * trained + states).sum(axis=1),
+            falls_first=(falling + states).sum(axis=1),
             backward=Copies(up, grad.sum(axis=1), alone.sum(axis=1)),
             resident=1 - states.sum(axis=1) / max(1, int(self._bytes("states").sum())),
             before=np.cumsum(of_layer) - of_layer,

@@ -59,6 +59,8 @@ class BlockSizes:
     grad: int
     movable: bool
     """Whether its weights may leave."""
+    frozen: int = 0
+    """Bytes among the weights that are never updated, so that nothing copies them down."""
     fixed: bool = False
     """Whether nothing may leave."""
     layer: int | None = None

@@ -40,6 +40,8 @@ FORMAT = 1
 """The version of the file and of the measurement. Any change raises it."""
 BRIEF_S, SETTLED_S = 0.01, 1.0
 """Seconds for which a work is repeated: in a run, and for rates that are kept."""
+BESIDE_S = 0.1
+"""Seconds in which processes copy at once, many more than lie between their beginnings."""
 CUBE, TILE = (4096, 4096, 4096), (8192, 4096, 14336)
 """Tokens, D and F of the matmuls that are measured."""
 COPIED_BYTES, LINK_BYTES, BRIEF_BYTES = GIB, 2**28, 2**26
@@ -79,16 +81,18 @@ def gpu_rates(
     document: int,
     head_dim: int,
     capped: bool = False,
+    link_bytes: float | None = None,
 ) -> Rates:
     """Returns the rates of matmuls in `dtype`, of copies on the GPU, of copies over the link while
     as many bytes go the other way, and of a backend's attention over documents of so many tokens,
-    whose scores may have a softcap."""
+    whose scores may have a softcap. `link_bytes` is the link's rate where other processes of the
+    host use it (engines/host_link.py); the rates that are kept are those of one alone."""
     kept = read_rates(device) if dtype.itemsize == 2 else None
     if kept is not None:
-        flops, memory_bytes, link_bytes = kept.flops, kept.memory_bytes, kept.link.both
+        flops, memory_bytes, alone = kept.flops, kept.memory_bytes, kept.link.both
     else:
         flops = products(device, dtype, CUBE, BRIEF_S)
-        link_bytes = link(device, BRIEF_BYTES, BRIEF_S).both
+        alone = link_bytes or link(device, BRIEF_BYTES, BRIEF_S).both
         memory_bytes = copies(device, BRIEF_BYTES, BRIEF_S)
     profile = machine_like(torch.cuda.get_device_name(device))
     if kept is not None and (lengths := kept.attention.get(backend)):
@@ -99,7 +103,7 @@ def gpu_rates(
     else:
         attention = AttentionRates(*(share * flops for share in ATTENTION_SHARES))
     attention = of_heads(attention, backend, head_dim, capped)
-    return Rates(flops, link_bytes, memory_bytes, attention)
+    return Rates(flops, link_bytes or alone, memory_bytes, attention)
 
 
 # --- kept on disk ----------------------------------------------------------------------------
@@ -213,6 +217,23 @@ def copies(device: torch.device, nbytes: int, for_s: float) -> float:
 
 
 def link(device: torch.device, nbytes: int, for_s: float) -> Link:
+    return Link(*(nbytes / seconds_of(work, for_s) for work in _over_the_link(device, nbytes)))
+
+
+def link_beside_others(
+    device: torch.device, nbytes: int, for_s: float, begin: Callable[[], object]
+) -> float:
+    """Returns the bytes per second each way of both at once. `begin` is called when the copies can
+    start, and waits until those of the others can."""
+    *_, both = _over_the_link(device, nbytes)
+    both()
+    timed(both, 1)
+    begin()
+    return nbytes / seconds_of(both, for_s)
+
+
+def _over_the_link(device: torch.device, nbytes: int) -> tuple[Callable[[], None], ...]:
+    """Returns three works: copies up, down, and both at once."""
     host_up, host_down = (torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2))
     gpu_up, gpu_down = (torch.zeros_like(host_up, device=device) for _ in range(2))
     here, beside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
@@ -230,7 +251,7 @@ def link(device: torch.device, nbytes: int, for_s: float) -> Link:
         up()
         here.wait_stream(beside)
 
-    return Link(*(nbytes / seconds_of(work, for_s) for work in (up, down, both)))
+    return up, down, both
 
 
 def lock(device: torch.device, nbytes: int) -> int:

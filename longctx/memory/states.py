@@ -12,8 +12,9 @@ parameter, of a model in bfloat16:
 An fp32 model needs no remainder. Each block has a `Place`, which says whether weight, states (the
 three in the middle) and grad wait on the host between uses. There they are flat parts of one pinned
 slab, and the parameters' `data` are views of them; on the GPU weights and gradients stay the
-tensors that they are. Norms and biases, 0.003% of an 8B model, and adapters form one block that
-never leaves the GPU.
+tensors that they are. Norms and biases, 0.003% of an 8B model, and adapters of linear layers form
+one block that never leaves the GPU. Adapters of experts are in their layer's block, in fp32 over
+weights of another dtype, since they may have 16 bytes of each of a billion parameters.
 
 A frozen weight has neither states nor gradient. If it waits on the host, it is copied up for
 forward and for backward, and nothing is copied down. It may be quantised: packed bytes, and the
@@ -102,8 +103,10 @@ class BlockSpec:
         trained = sum(_aligned(p.numel()) for p in self.trained)
         narrow = any(p.element_size() == 2 for p in self.trained)
         itemsize = max((p.element_size() for p in self.trained), default=0)
+        parts = [part.nbytes for part in self.parts]
         return BlockSizes(
-            weight=sum(part.nbytes for part in self.parts),
+            weight=sum(parts),
+            frozen=sum(parts[len(self.trained) :]),
             states=trained * (10 if narrow else 8),
             grad=trained * (4 if accumulates else itemsize),
             movable=self.movable,

@@ -172,6 +172,14 @@ def within(module: Any) -> Any:
     return module
 
 
+def expert_adapters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields A and B of all adapters of experts inside a module."""
+    found: list[Any] = [inner for inner in module.modules() if is_wrapped(inner)]
+    for wrapper in found:
+        yield from wrapper.lora_A.parameters()
+        yield from wrapper.lora_B.parameters()
+
+
 def inner_modules(module: Any) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
     """Yields what the schedule reads inside an adapted linear layer, with the classes whose forward
     it may have."""

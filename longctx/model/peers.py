@@ -2,25 +2,28 @@
 
 A run asks `peer_sizes` with its model, a plan with one that has no storage, so that both place
 states by one count (costs.py). A family need not be known: dimensions come from the configuration,
-adapters and 4-bit weights from the modules.
+adapters and 4-bit weights from the modules. Layers with experts, and those with an MLP between
+them, are two kinds, by what longctx knows of the family (mixtures.py).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from longctx.cost.dims import Adapted, LayerKind
 from longctx.cost.sizes import Sizes, kinds_of
-from longctx.model.adapters import applied, inside_peft, is_adapted
+from longctx.model.adapters import Applied, applied, inside_peft, is_adapted, is_wrapped
 from longctx.model.blocks import decoder_layers, language_models
 from longctx.model.families import family_of, score_cap
 from longctx.model.family import MLP_WIDTH, head_dim, kv_heads
 from longctx.options.model import ClassType, PatchOptions
 from longctx.options.parts import FUSED, LAYER_PARTS
 
+FP32_WEIGHTS = {"mixtral", "glm4_moe"}
+"""The families whose routers give weights in fp32 in Hugging Face's code; others round them."""
 FLASH = {"flash_attention_2": "flash", "flash_attention_4": "fa4", "eager": "math"}
 
 
@@ -61,54 +64,105 @@ def peer_sizes(
     model: Any, class_type: ClassType, itemsize: int, *, chunks_loss: bool = False
 ) -> Sizes:
     """Returns the sizes of a model, or of a module that holds models: all their layers count as
-    the widest one's, and the logits of all are there together. A module without a language model
-    has nothing but its parameters. With `chunks_loss` our loss runs over Hugging Face's layers."""
+    the widest one's, each with its experts, and the logits of all are there together. A module
+    without a language model has nothing but its parameters. With `chunks_loss` our loss runs over
+    Hugging Face's layers."""
     models = language_models(model)
     configs = [one.config.get_text_config() for one in models]
-    layers = [layer for one in models for layer in decoder_layers(one)]
-    count = max(1, len(layers))
-    widest: Any = max(configs, key=lambda config: config.hidden_size, default=None)
     common: dict[str, Any] = dict(
         itemsize=itemsize,
         class_type=class_type,
         chunks_loss=chunks_loss,
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
     )
-    if widest is None:
-        return Sizes(**_nothing(count), **common)
-    family = family_of(widest)
-    adapters = _adapters(layers)
-    factors = {id(x) for adapter in adapters for x in adapter.parameters.values()}
-    matrices = [p for layer in layers for p in layer.parameters() if p.dim() > 1]
+    if not models:
+        return Sizes(**_nothing(1), **common)
+    alike: dict[Mixture | None, list[nn.Module]] = {}
+    of_layer = []
+    for one, config in zip(models, configs, strict=True):
+        for i, layer in enumerate(decoder_layers(one)):
+            of_layer.append(_mixture(config, i))
+            alike.setdefault(of_layer[-1], []).append(layer)
+    of_layer, alike = of_layer or [None], alike or {None: []}
+    kinds = {x: _kind(configs, layers, x, itemsize) for x, layers in alike.items()}
+    widest: Any = max(configs, key=lambda config: config.hidden_size)
     heads = [head for one in models if (head := one.get_output_embeddings()) is not None]
-    first = next(iter(layers), nn.Module())
-    packed = [s for p in first.parameters() if (s := getattr(p, "quant_state", None)) is not None]
-    kind = LayerKind(
-        blocks=(),
-        intermediate=max(map(_intermediate, configs)),
-        heads=widest.num_attention_heads,
-        kv_heads=kv_heads(widest),
-        head_dim=head_dim(widest),
-        output_gate=family is not None and family.output_gate,
-        caps_scores=score_cap(widest) is not None,
-        gated=family is None or "gate" in family.linears,
-        trains_weights=any(p.requires_grad and id(p) not in factors for p in matrices),
-        dense_bytes=sum(math.prod(state.shape) * itemsize for state in packed),
-        rank=max((len(adapter.a) for adapter in adapters), default=0),
-        drops=any(adapter.dropout for adapter in adapters),
-        adapted=Adapted(
-            inputs=sum(adapter.a.shape[1] for adapter in adapters) / count,
-            outputs=sum(len(adapter.b) for adapter in adapters) / count,
-            parameters=sum(x.a.numel() + x.b.numel() for x in adapters) / count,
-        ),
-    )
     return Sizes(
-        **kinds_of(count * [kind]),
+        **kinds_of(kinds[x] for x in of_layer),
         hidden=widest.hidden_size,
         vocab=sum(config.vocab_size for config in configs),
         head_groups=1,
         trains_head=not heads or any(p.requires_grad for h in heads for p in h.parameters()),
         **common,
+    )
+
+
+class Mixture(NamedTuple):
+    """What a layer's experts say of its kind, by the names of `LayerKind`."""
+
+    intermediate: int
+    experts: int
+    chosen: int
+    shared: int
+    expert_biases: bool
+    fp32_weights: bool
+    qk_norms: bool
+    wide_norms: bool
+
+
+def _mixture(config: Any, layer: int) -> Mixture | None:
+    """Returns the experts of a layer; None if it has none, or if its family is not known."""
+    family = family_of(config)
+    own = None if family is None else family.of_layer(config, layer)
+    if own is None or own.router is None or not own.stacks:
+        return None
+    router = own.router(config)
+    return Mixture(
+        intermediate=getattr(config, own.width),
+        experts=router.experts,
+        chosen=router.chosen,
+        shared=own.shared(config),
+        expert_biases="experts_out.bias" in own.parameters,
+        fp32_weights=own.kind in FP32_WEIGHTS,
+        qk_norms="q_norm" in own.norms and not own.wide_norms,
+        wide_norms=own.wide_norms,
+    )
+
+
+def _kind(
+    configs: list[Any], layers: list[nn.Module], mixture: Mixture | None, itemsize: int
+) -> LayerKind:
+    """Returns the kind of layers that all have these experts, or none."""
+    config: Any = max(configs, key=lambda config: config.hidden_size)
+    family, count = family_of(config), max(1, len(layers))
+    adapters = _adapters(layers)
+    factors = {id(x) for adapter in adapters for x in adapter.parameters.values()}
+    of_linears = [adapter for adapter in adapters if adapter.experts == 1]
+    stacked = (x.experts * x.inputs * x.outputs for x in adapters if x.experts > 1)
+    matrices = [p for layer in layers for p in layer.parameters() if p.dim() > 1]
+    first = next(iter(layers), nn.Module())
+    packed = [s for p in first.parameters() if (s := getattr(p, "quant_state", None)) is not None]
+    ungated = family is not None and family.router is None and "gate" not in family.linears
+    return LayerKind(
+        blocks=(),
+        heads=config.num_attention_heads,
+        kv_heads=kv_heads(config),
+        head_dim=head_dim(config),
+        output_gate=family is not None and family.output_gate,
+        caps_scores=score_cap(config) is not None,
+        gated=not ungated,
+        trains_weights=any(p.requires_grad and id(p) not in factors for p in matrices),
+        dense_bytes=sum(math.prod(state.shape) * itemsize for state in packed),
+        rank=max((adapter.rank for adapter in adapters), default=0),
+        drops=any(adapter.dropout for adapter in adapters),
+        adapted=Adapted(
+            inputs=sum(adapter.inputs for adapter in of_linears) / count,
+            outputs=sum(adapter.outputs for adapter in of_linears) / count,
+            parameters=sum(x.a.numel() + x.b.numel() for x in of_linears) / count,
+        ),
+        folded=sum(stacked) // count,
+        **dict(intermediate=max(map(_intermediate, configs)))
+        | ({} if mixture is None else mixture._asdict()),
     )
 
 
@@ -123,14 +177,18 @@ def idle_sizes(layers: int) -> Sizes:
     return Sizes(**_nothing(max(1, layers)), itemsize=1, class_type="vanilla")
 
 
-def _adapters(layers: list[Any]) -> list[Any]:
-    found = {
+def _adapters(layers: list[nn.Module]) -> list[Applied]:
+    """Returns all adapters of these layers, those of a stack of experts as one."""
+    modules: dict[str, Any] = {
         f"{i}.{name}": module
         for i, layer in enumerate(layers)
         for name, module in layer.named_modules()
         if is_adapted(module)
     }
-    return [*applied(found).values()]
+    return [
+        x._replace(experts=modules[name].num_experts) if is_wrapped(modules[name]) else x
+        for name, x in applied(modules).items()
+    ]
 
 
 def _intermediate(config: Any) -> int:

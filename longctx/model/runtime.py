@@ -102,6 +102,8 @@ class Runtime:
     """The cut of batches up to that length; None: the default cut of each length."""
     host_room: int = 0
     """Host bytes that the store may take."""
+    link_bytes: float | None = None
+    """Bytes per second over the link to the host while others use theirs; None: measured alone."""
     attach: Callable[[Any], None] = field(default_factory=lambda: _not_attached)
     """Puts our forwards into modules of a model that were exchanged since (forwards/attach.py)."""
     whole: weakref.ref[Any] | None = None
@@ -233,7 +235,8 @@ class Runtime:
         batch = Batch(tokens, document, self.passes, scored_tokens(self.task, tokens))
         given, rates = None, NO_RATES
         if device.type == "cuda":
-            rates = gpu_rates(device, self.dtype, self.backend, document, *sizes.scores)
+            how = self.dtype, self.backend, document, *sizes.scores
+            rates = gpu_rates(device, *how, link_bytes=self.link_bytes)
         else:
             cut = next(iter(sizes.cuts(tokens)))
             given = uniform(StepTable.of(cut, batch).layers, keep, offload), cut
@@ -271,7 +274,8 @@ class Runtime:
         """The model's dimensions, in the dtype of the activations."""
         sizes = model_sizes(model, self.args, self.dtype, self.stream_dtype)
         writes = self.attention.writes_gradients and self.shards is None
-        return replace(sizes, ranks=self.ranks, writes_gradients=writes)
+        fuses = self.attention.fuses_sinks
+        return replace(sizes, ranks=self.ranks, writes_gradients=writes, fuses_sinks=fuses)
 
     @property
     def ranks(self) -> int:

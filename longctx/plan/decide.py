@@ -65,7 +65,8 @@ class Decision:
             return None
         return (
             "--place host: nothing of this run can wait on the host. Frozen weights can with "
-            "--class_type custom on one GPU; adapters and what they train with stay on the GPU"
+            "--class_type custom on one GPU; adapters of linear layers stay on the GPU, with their "
+            "gradients and states"
         )
 
     def gpu_problem(self) -> str | None:

@@ -130,6 +130,7 @@ def measured_machine(gpu: Gpu, measured: Measured) -> Machine:
         memory_bytes=measured.memory_bytes,
         link_bytes=measured.link.both,
         peer_bytes=profile.peer_bytes if profile else None,  # nobody else runs to be asked
+        shared_link=profile.shared_link if profile else 1.0,
         measured=True,
         here=True,
         held_bytes=_held(gpu),

@@ -41,7 +41,7 @@ from longctx.model.blocks import decoder_layers, seeing_block, state_blocks
 from longctx.model.classes import is_classifier, without_storage
 from longctx.model.costs import StepTable
 from longctx.model.declined import is_dropout, set_dropout_
-from longctx.model.families import base_of, has_windows, score_cap
+from longctx.model.families import base_of, has_windows, known_family, score_cap
 from longctx.model.family import MLP_WIDTH
 from longctx.model.image_sizes import tower_sizes
 from longctx.model.matrices import stack_names, stacks
@@ -157,8 +157,10 @@ class Subject:
         self.why_not = None if base is None else why_not_scheduled(base, training=True)
         """Why Hugging Face's layers would run under --class_type custom; None where ours do."""
         ours = base is not None and self.why_not is None and (args is None or args.schedules)
-        if experts and not ours:
-            raise UserError("the model has experts, whose plan in Hugging Face's layers is unknown")
+        if experts and not ours and (reason := _uncounted(base)):
+            raise UserError(
+                f"the model has {reason}, whose plan in Hugging Face's layers is unknown"
+            )
         self._chunks_loss = chunks_loss(self.model)
         self._quantised = args is not None and args.quantize != "none"
         if self._quantised:
@@ -268,6 +270,16 @@ class Subject:
         return replace(sizes, ranks=run.sequence_parallel_size, exact=run.exact)
 
 
+def _uncounted(base: Any) -> str | None:
+    """Returns the parts of a mixture that nobody has counted in Hugging Face's layers (`base` is
+    None for a model of no known family); None if all are."""
+    if base is None or known_family(base).router is None:
+        return "experts"
+    if "sinks" in known_family(base).parameters:  # its attention in plain torch holds all scores
+        return "attention sinks"
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The prediction of a run: what it will do, and what it will take."""
@@ -346,6 +358,7 @@ def plan(
 def _planned(
     subject: Subject, run: Run, machine: Machine, host_bytes: int, having: Callable[[Step], Step]
 ) -> Plan:
+    alone, machine = machine, machine.among(run.gpus)
     backend = _backend(subject, run, machine)
     budget, limit = _budget(run, machine, host_bytes // run.gpus)
     step, engine = having(_step(subject, run, machine, backend)), run.engine
@@ -395,7 +408,7 @@ def _planned(
         found = [Phase(name, {**buffers, "CUDA graphs": more}) for name, buffers in found]
     return Plan(
         run=run,
-        machine=machine,
+        machine=alone,
         sizes=chosen.sizes,
         backend=backend,
         decision=decision,
@@ -507,7 +520,8 @@ def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
     sizes, document = subject.sizes(run), min(run.tokens, run.model.seq_len)
     images = subject.images(run, machine)
     writes = run.sequence_parallel_size == 1 and BACKENDS[backend].writes_gradients
-    sizes = replace(sizes, writes_gradients=writes)
+    fuses = BACKENDS[backend].fuses_sinks
+    sizes = replace(sizes, writes_gradients=writes, fuses_sinks=fuses)
     seen = run.per_device_train_batch_size * run.image_tokens
     batch = Batch(run.tokens, document, run.gradient_accumulation_steps, run.scored_tokens, seen)
     rates = machine.rates(backend, document, *sizes.scores)

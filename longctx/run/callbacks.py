@@ -14,6 +14,7 @@ from transformers import ProgressCallback, TrainerCallback
 
 from longctx.constants import GIB
 from longctx.engines.collectives import all_reduce_min
+from longctx.engines.host_link import shared_link_bytes
 from longctx.errors import on_terminal, print_rank0, say
 from longctx.model.families import base_of
 from longctx.model.strangers import why_not_scheduled
@@ -38,6 +39,8 @@ class Reserve(TrainerCallback):
     def on_train_begin(self, args: Any, *more: Any, **kwargs: Any) -> None:
         if self._covered():
             runtime = self.model.longctx
+            if args.device.type == "cuda":
+                runtime.link_bytes = shared_link_bytes(args.device)
             host_bytes = all_reduce_min(runtime.store.host_bytes(), args.device)
             if runtime.reserve(self.model, self.tokens, host_bytes):
                 line = runtime.describe(self.model.config.get_text_config().vocab_size)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from longctx.constants import GIB
 from longctx.cost.sizes import Batch
 from longctx.engines.collectives import all_reduce_min
+from longctx.engines.host_link import shared_link_bytes
 from longctx.errors import UserError, print_rank0
 from longctx.memory.ladder import Budget, Step
 from longctx.memory.machine import host_budget, host_share_bytes
@@ -96,7 +97,8 @@ def place_states(
     if any_patched := patched_part(model):
         host_memory_gib = any_patched.longctx.args.host_memory_gib
     budget = Budget(_gpu_budget(specs, args), _host_budget(specs, host_memory_gib, args))
-    decided = _decided(model, patched, specs, budget, args, tokens, given, task)
+    link_bytes = shared_link_bytes(args.device) if args.device.type == "cuda" else None
+    decided = _decided(model, patched, specs, budget, args, tokens, given, task, link_bytes)
     problem = decided.gpu_problem() if args.place != "gpu" else None
     if problem := problem or decided.host_problem():
         raise UserError(problem if given is None else f"--plan {given.path}: {problem}")
@@ -125,11 +127,13 @@ def _decided(
     tokens: int,
     given: Given | None,
     task: TaskName,
+    link_bytes: float | None = None,
 ) -> Decision:
     accumulates = args.gradient_accumulation_steps > 1
     if patched is None:
-        step = _peer_step(model, args, tokens, task)
+        step = _peer_step(model, args, tokens, task, link_bytes)
     else:
+        patched.longctx.link_bytes = link_bytes
         step = patched.longctx.step(patched.longctx.sizes(patched), tokens)
         step = replace(step, again=patched.longctx.can_run_again(patched))
         patched.longctx.reserved_tokens = tokens
@@ -158,7 +162,9 @@ def _scheduled(model: Any) -> Any | None:
     return None if base is None or why_not_scheduled(base, training=True) else patched
 
 
-def _peer_step(model: Any, args: Placing, tokens: int, task: TaskName) -> Step:
+def _peer_step(
+    model: Any, args: Placing, tokens: int, task: TaskName, link_bytes: float | None
+) -> Step:
     """Returns the step of a model whose layers are not ours, as its plan counts it."""
     patched = patched_part(model) if len(language_models(model)) == 1 else None
     dtype = next(model.parameters()).dtype
@@ -168,7 +174,8 @@ def _peer_step(model: Any, args: Placing, tokens: int, task: TaskName) -> Step:
     sizes = peer_sizes(model, class_type, dtype.itemsize, chunks_loss=chunks)
     rates, document = NO_RATES, tokens
     if args.device.type == "cuda":
-        rates = gpu_rates(args.device, dtype, peer_backend(model), document, *sizes.scores)
+        how = dtype, peer_backend(model), document, *sizes.scores
+        rates = gpu_rates(args.device, *how, link_bytes=link_bytes)
     return Step(
         count=StepTable.of,
         sizes=sizes,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_attention import BACKENDS, backend
 from torch import Tensor
 
 from exactness import DEVICE, assert_exact
+from longctx.attention import flash4
+from longctx.attention.backends import FlashAttention4, Math
 from longctx.attention.cross import cross_of
 from longctx.attention.documents import Documents
 from longctx.attention.prefixes import Prefixed
 from longctx.attention.protocol import QKV, Attention, take_turns
 from longctx.attention.sinks import Sinks
+from longctx.kernels.sinks import sinks_grad
 
 TREES = {
     "documents": ([33, 1, 14], None),
@@ -91,3 +96,129 @@ def test_frozen_sinks_have_no_gradient() -> None:
     sinks.add_(o, lse)
     sinks.add_grad_(o, o, lse)
     assert sinks.grad is None and o.unique().tolist() == [0.5]
+
+
+def call_of(dtype: torch.dtype, seed: int = 0) -> tuple:
+    """The arguments of a forward with sinks, over documents, and do."""
+    q, k, v, logits, do = draw(48, dtype, seed)
+    o, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q), device=DEVICE)
+    sinks = Sinks(logits, torch.zeros(len(logits), device=DEVICE))
+    documents = Documents.of([33, 1, 14], device=DEVICE)
+    return (QKV(q, k, v), documents, q.shape[-1] ** -0.5, o, lse, None, sinks), do
+
+
+def test_plain_torch_rounds_o_once() -> None:
+    """In 16 bits it gives what fp32 gives, rounded; merged into a result in 16 bits, sinks round
+    once more."""
+    attention = Math()
+    (call, _), (wide, _) = call_of(torch.bfloat16), call_of(torch.bfloat16)
+    wide = (QKV(*(x.float() for x in wide[0])), *wide[1:3], wide[3].float(), *wide[4:])
+    attention.forward_with_sinks(*call)
+    attention.forward_with_sinks(*wide)
+    once = call[3].clone()
+    assert torch.equal(once, wide[3].bfloat16()) and torch.equal(call[4], wide[4])
+    Attention.forward_with_sinks(attention, *call)
+    errors = [float((x.float() - wide[3]).norm()) for x in (once, call[3])]
+    assert 1.1 * errors[0] < errors[1]
+    torch.testing.assert_close(call[4], wide[4])
+
+
+class Package:
+    """flash-attn-4's two functions in plain torch, which says what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[torch.Tensor | None] = []
+
+    def forward(
+        self, *qkv, softmax_scale, out, lse, cu_seqlens_q, learnable_sink=None, **options
+    ) -> None:
+        self.asked.append(learnable_sink)
+        sinks = None if self.asked[-1] is None else Sinks(self.asked[-1])
+        given = QKV(*qkv), self._documents(cu_seqlens_q), softmax_scale, out, lse, None, sinks
+        Math().forward_with_sinks(*given)
+
+    def backward(
+        self, q, k, v, o, do, lse, *, softmax_scale, cu_seqlens_q, learnable_sink=None, **options
+    ):
+        self.asked.append(learnable_sink)
+        given = self._documents(cu_seqlens_q), softmax_scale, o, lse
+        grads = Math().backward(do, QKV(q, k, v), *given)
+        if self.asked[-1] is not None:
+            found = sinks_grad(do, o, lse, self.asked[-1])
+            return *grads, found.to(self.asked[-1].dtype)
+        return (*grads,)
+
+    @staticmethod
+    def _documents(bounds: torch.Tensor) -> Documents:
+        return Documents.of(bounds.diff().tolist(), device=DEVICE)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_flash_attention_4_has_sinks_in_its_softmax(inside, frozen, monkeypatch) -> None:
+    """Where it can, in fp32, so that nothing of their gradient is rounded; and for a gradient only
+    if somebody wants one. Elsewhere they are merged, and the numbers are the same to rounding."""
+    package = Package()
+    interface = SimpleNamespace(_flash_attn_fwd=package.forward, _flash_attn_bwd=package.backward)
+    monkeypatch.setattr(flash4, "load", lambda: interface)
+    monkeypatch.setattr(flash4, "takes_sinks", lambda device, head_dim: inside)
+    found = []
+    for attention in (FlashAttention4(), Math()):
+        call, do = call_of(torch.float32)
+        if frozen:
+            call = (*call[:-1], Sinks(call[-1].logits))
+        attention.forward_with_sinks(*call)
+        *rest, sinks = call
+        grads = attention.backward_with_sinks(do, *rest, sinks=sinks)
+        found.append([call[3], call[4], *grads, *([] if frozen else [sinks.grad])])
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted)
+    forward, backward = package.asked
+    assert (forward is not None) == inside and (backward is not None) == (inside and not frozen)
+    assert all(x is None or (x.dtype, x.shape) == (torch.float32, (6,)) for x in package.asked)
+
+
+def test_a_flash_attention_4_without_their_gradient(monkeypatch) -> None:
+    def backward(q, k, v, out, dout, lse, softmax_scale=None): ...
+
+    interface = SimpleNamespace(_flash_attn_fwd=None, _flash_attn_bwd=backward)
+    monkeypatch.setattr(flash4, "load", lambda: interface)
+    monkeypatch.setattr(flash4, "takes_sinks", lambda device, head_dim: True)
+    assert not FlashAttention4()._has_sinks(torch.zeros(3, 2, 64))
+
+
+@pytest.mark.parametrize(
+    ("major", "head_dim", "takes"),
+    [(9, 64, True), (9, 256, True), (10, 64, True), (10, 256, False), (12, 64, False)],
+)
+def test_gpus_whose_kernels_have_sinks(major, head_dim, takes, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    assert flash4.takes_sinks(torch.device("cuda"), head_dim) == takes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 7, 128])
+def test_flash_attention_4_as_plain_torch_at_gpt_oss_shapes(window) -> None:
+    """64 heads of 64 over 8 of keys, in one group of heads and in a slice of them: o, lse and the
+    gradients of q, k, v and sinks under the rule, and o nearer than with sinks merged."""
+    torch.manual_seed(0)
+    attention, documents = (
+        backend("fa4", torch.bfloat16),
+        Documents.of([700, 1, 333], device=DEVICE),
+    )
+    q, do = (torch.randn(1034, 64, 64, device=DEVICE).bfloat16() for _ in range(2))
+    k, v = (torch.randn(1034, 8, 64, device=DEVICE).bfloat16() for _ in range(2))
+    logits = torch.linspace(-2, 5, 64, device=DEVICE).bfloat16()
+    errors = []
+    for which in (slice(0, 64), slice(24, 32)):
+        of_keys = slice(which.start // 8, which.stop // 8)
+        heads = [q[:, which], k[:, of_keys], v[:, of_keys], logits[which], do[:, which]]
+        truth = run(Math(), [x.float() for x in heads], documents, window)
+        for merged in (False, True):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(flash4, "takes_sinks", lambda device, head_dim, m=merged: not m)
+                found = run(attention, heads, documents, window)
+            for ours, wanted in zip(found, truth, strict=True):
+                assert float((ours.float() - wanted).norm() / wanted.norm()) < 0.02
+            errors.append(float((found[0].float() - truth[0]).norm()))
+    assert errors[0] < errors[1] and errors[2] < errors[3]

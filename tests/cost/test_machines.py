@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from longctx.cost.cards import OWN_SPREAD, SPREAD, TOO_OLD
+from longctx.cost.fitted import SHARED_LINK
 from longctx.cost.machines import MACHINES, machine_like, peak_flops
 from longctx.cost.named import machine_named, several
 from longctx.errors import UserError
@@ -144,3 +145,12 @@ def test_what_names_no_machine_is_one_line(name: str, says: str) -> None:
         machine_named(name)
     assert f"--gpu {name}: " in str(error.value)
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_link_that_several_gpus_of_a_host_use() -> None:
+    """Where it was measured, for more than two; and whoever asks twice gets it once."""
+    h100, h200 = MACHINES["h100"], MACHINES["h200"]
+    alone, four = h100.among(2), h100.among(4)
+    assert alone.link_bytes == h100.link_bytes
+    assert four.link_bytes == four.among(4).link_bytes == SHARED_LINK * h100.link_bytes
+    assert h200.among(4).link_bytes == h200.link_bytes

@@ -106,6 +106,18 @@ def test_the_link_is_timed_up_down_and_both_at_once(monkeypatch) -> None:
     assert waits == 2 * ["beside waits", "here waits"]  # to warm up, and timed
 
 
+def test_the_link_beside_others_is_timed_after_all_are_ready(monkeypatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device, []))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    clock, began = Clock(0.1), list[list[int]]()
+    monkeypatch.setattr(rates, "timed", clock)
+    found = rates.link_beside_others(CPU, 1000, 1.0, lambda: began.append([*clock.timed]))
+    assert found == pytest.approx(10000)
+    assert began == [[1]] and clock.timed == [1, 1, 5, 5]
+
+
 class Event:
     """CUDA's, in milliseconds; each is recorded 500 later."""
 
@@ -239,6 +251,10 @@ def test_a_ladder_takes_what_is_kept_and_else_measures(folder, monkeypatch) -> N
     assert kept == Rates(6e14, 3e10, MEASURED.memory_bytes, attention)
     other = gpu_rates(CPU, torch.float32, *asked)  # matmuls of another dtype
     assert other.flops == flops
+    beside = gpu_rates(CPU, BF16, backend, length, 128, link_bytes=2e10)
+    assert beside == kept._replace(link_bytes=2e10)
+    monkeypatch.setattr(rates, "link", None)  # is not measured alone
+    assert gpu_rates(CPU, torch.float32, *asked, link_bytes=2e10).link_bytes == 2e10
 
 
 @pytest.mark.gpu

@@ -94,6 +94,9 @@ def test_frozen_parameters_are_in_their_blocks() -> None:
     named = of(blocks)
     assert len(named["layer 0"].parameters) == 7 and named["layer 0"].trained == []
     assert len(named["layer 1"].parameters) == 7 and len(named["layer 1"].trained) == 6
+    first, second = (named[name].sizes(accumulates=False) for name in LAYERS)
+    assert first.frozen == first.weight == second.weight
+    assert second.frozen == model.model.layers[1].mlp.up_proj.weight.nbytes  # a multiple of 256
 
 
 CONFIGS = {

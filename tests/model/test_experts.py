@@ -96,6 +96,8 @@ def follow(model, ids: torch.Tensor) -> None:
 def test_the_same_experts_train_exactly_in_16_bits(family, keep) -> None:
     """Mixtral's layers round as Qwen3's, whose weights of experts add up to 1, too."""
     settings = dict(keep=keep, tile_tokens=31, head_groups=2)
+    if family == "gpt_oss" and DEVICE == "cpu":  # where sinks round o a second time otherwise
+        settings["attn_backend"] = "math"
     truth, naive, ours = trio(family, torch.bfloat16, settings)
     few = {"gpt_oss": "routers' biases have 6 numbers", "ernie4_5_moe": "k's biases cancel"}
     given = batches(PACKED, 24 if family in few else 8)
@@ -104,19 +106,7 @@ def test_the_same_experts_train_exactly_in_16_bits(family, keep) -> None:
         follow(model, ids)
     runs = [run(model, *given) for model in (truth, naive)]
     found = run(ours, *({**inputs, "expert_ids": ids} for inputs in given))
-    if family == "gpt_oss":
-        assert_opposite_terms_are_near(*runs, found)
     assert_exact_run(found, runs[1], runs[0], torch.bfloat16)
-
-
-def assert_opposite_terms_are_near(truth, naive, ours) -> None:
-    """Takes sinks and the biases of k out of the runs, and asks less of them. Their gradients are
-    what sums of opposite terms leave: a softmax changes little if all scores grow by one number.
-    There it counts that o is rounded twice, by its backend and with sinks. In 24 batches the worst
-    bias has 1.36 times naive's error, and 1.08 where o is rounded once."""
-    for name in [n for n in truth[1] if n.endswith(("k_proj.bias", "sinks"))]:
-        true, plainly, found = (grads.pop(name) for _, grads in (truth, naive, ours))
-        assert relative_error(found, true) < 1.5 * relative_error(plainly, true), name
 
 
 @pytest.mark.parametrize(("turn", "family"), enumerate(["mixtral", "qwen2_moe"]))
@@ -316,12 +306,6 @@ def test_the_plan_counts_all_parameters_and_the_products_of_chosen_experts(famil
         stack = 3 * config.hidden_size * kind.intermediate
         assert load(table.forward).at("grouped") == 2 * kind.chosen * stack
         assert kind.chosen == (config.num_experts_per_tok if kind.experts else 0)
-
-
-def test_a_plan_in_hugging_faces_layers_is_refused() -> None:
-    args = ModelArguments(class_type="vanilla")
-    with pytest.raises(UserError, match="whose plan in Hugging Face's layers is unknown"):
-        Subject(family_config("mixtral"), args)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from longctx.constants import GIB
+from longctx.cost.fitted import SHARED_LINK
 from longctx.cost.machines import MACHINES
 from longctx.cost.peak import LIBRARY_BYTES
 from longctx.cost.sizes import Parameters
@@ -277,6 +278,23 @@ def test_several_gpus_without_an_engine_hold_everything_each(small) -> None:
     assert graphs and both.gpu_bytes == alone.gpu_bytes - graphs
     assert both.tokens_per_s == pytest.approx(2 * alone.tokens_per_s, rel=0.05)
     assert both.seconds.step > alone.seconds.step
+
+
+def test_four_gpus_of_a_host_share_its_memory(small) -> None:
+    """On an H100's host, where that was measured, copies of each of four take longer than those of
+    each of two; the plan is of the machine as it was asked for."""
+
+    def link_s(gpus: int) -> float:
+        layout = FullyShard(processes=gpus)
+        model = ModelArguments(
+            preset="llama-3.2-1b", seq_len=8192, offload_activations="all", keep="o"
+        )
+        run = Run(model=model, gpus=gpus, engine=layout)
+        found = plan(small, run, MACHINES["h100"], 800 * GIB)
+        assert found.fits and found.machine is MACHINES["h100"]
+        return found.seconds.link
+
+    assert link_s(4) == pytest.approx(link_s(2) / SHARED_LINK, rel=0.01)
 
 
 def test_a_host_that_is_too_small_is_refused(small) -> None:

@@ -378,7 +378,8 @@ class SelfAttention(OverRow):
         attended = Work(name="attention", flops=attention_flops(s, kind, batch), rate="attention")
         of_edges = [edge_flops(kind, batch, keys) for keys in WINDOW_EDGES]
         edges = Work(name="edges of windows", flops=of_edges[0], rate="attention")
-        sinks = Work(name="sinks", nbytes=2 * n * kind.wide * kind.sinks)
+        merged = kind.sinks and not s.fuses_sinks
+        sinks = Work(name="sinks", nbytes=2 * n * kind.wide * merged)
         # Norms over all heads make q and k once more: before several groups, and in backward.
         again = 2 * tokens * s.hidden * (kind.wide + kind.narrow) * kind.wide_norms
         measured = Work(
