@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PHASES = "attention projections mlp norm rope loss embedding optimizer".split()
+PHASES = "attention projections mixer mlp norm rope loss embedding optimizer".split()
 OTHER = "other"
 COMMUNICATION = "communication not hidden"
 COPIES = "copies not hidden"

@@ -231,6 +231,13 @@ def _experts(inputs: Inputs) -> Iterator[Case]:
         commands=((*TRAIN, *moe, *own), again),
         prints=(SCHEDULE, "routers are frozen"),
     )
+    hybrid = ("--preset", "tiny-hybrid", "--seq_len", "40000", "--max_steps", "3")
+    for name, words in {"hybrid": (), "hybrid_lora": LORA}.items():
+        command = (*TRAIN, *hybrid, *words, *inputs.at(name))
+        yield Case(name=name, commands=(command,), prints=(SCHEDULE,))
+    words = "--preset qwen3.5-9b --seq_len 16384 --max_steps 2 --lora_r 16".split()
+    command = (*TRAIN, *words, *NO_SAVES, *BUDGET, *inputs.at("qwen3.5-9b"))
+    yield Case(name="qwen3.5-9b", commands=(command,), prints=(SCHEDULE,))
     for preset in ("olmoe-1b-7b", "qwen1.5-moe-a2.7b", "ernie-4.5-21b-a3b"):
         words = f"--preset {preset} --seq_len 4096 --max_steps 2 --lora_r 16".split()
         command = (*TRAIN, *words, *NO_SAVES, *BUDGET, *inputs.at(preset))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, GptOssConfig, PretrainedConfig
+
+from longctx.model.families import base_of, known_family
+from longctx.model.family import part_of
 
 WINDOW = 23
 """Shorter than most documents of the tests, and no multiple of anything."""
@@ -51,6 +56,16 @@ _CLAMPED = (
 )
 """Before transformers 5.18 these numbers are its own, 1.702 and 7."""
 
+_MIXED = ["linear_attention", "full_attention", "linear_attention"]
+_DELTA: dict[str, Any] = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_key_head_dim=16,
+    linear_value_head_dim=32,
+    linear_a_log_min=0.04,
+    linear_a_log_max=0.06,
+)
+"""Gated DeltaNets that forget slowly, so that a state which reaches another document shows."""
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25} | dict(
     mrope_section=[2, 1, 1], mrope_interleaved=True
 )
@@ -180,6 +195,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(head_dim=32, layer_types=3 * _SOME[:1], attention_bias=True)
         | dict(rope_parameters=_SECTIONS),
     ),
+    "qwen3_5_text-mixed": (
+        "qwen3_5_text",
+        dict(head_dim=32, layer_types=_MIXED, rope_parameters=_SECTIONS)
+        | dict(linear_num_key_heads=2, linear_num_value_heads=4)
+        | dict(linear_key_head_dim=16, linear_value_head_dim=16),
+    ),
+    "olmo_hybrid": ("olmo_hybrid", _DELTA | dict(layer_types=_MIXED, eos_token_id=None)),
+    "olmo_hybrid-rope": (
+        "olmo_hybrid",
+        _DELTA
+        | dict(layer_types=_MIXED[::-1], eos_token_id=None)
+        | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        dict(num_local_experts=0, shared_intermediate_size=144, layer_types=_MIXED)
+        | dict(mamba_n_heads=8, mamba_d_state=16, mamba_chunk_size=16)
+        | dict(embedding_multiplier=6.0, attention_multiplier=0.15, residual_multiplier=0.22)
+        | dict(logits_scaling=3.0, position_embedding_type="rope", eos_token_id=None),
+    ),
     "phi3": ("phi3", {}),
     "phi3-windows": ("phi3", dict(sliding_window=WINDOW)),
     "phi3-longrope": (
@@ -189,6 +224,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+MIXERS = ["qwen3_5_text-mixed", "olmo_hybrid", "olmo_hybrid-rope", "granitemoehybrid"]
+"""Those with mixers, whose vanilla forward joins the documents of a packed row."""
 EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", "ernie4_5_moe"]
 """Those whose tokens go to experts. In 16 bits some choices flip: tests/model/test_experts.py has
 the same choices on all sides. PEFT's word for all maps adapts routers, too."""
@@ -214,3 +251,44 @@ def choose_by_bias_(model: nn.Module) -> None:
     for name, bias in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith("e_score_correction_bias"):
             bias.copy_(0.2 * torch.randn(bias.shape, generator=draw))
+
+
+def mix_documents_apart_(model: nn.Module) -> None:
+    """Has the mixers of a model in Hugging Face's code see one document at a time: by itself such a
+    model joins the documents of a packed row."""
+    rows: list[list[int]] = []
+
+    def read(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        found = kwargs.get("position_ids")
+        begins = found is not None and bool((found[:, 0] == 0).all())
+        rows[:] = [_lengths(row) for row in found] if begins else []  # else a token is generated
+
+    model.register_forward_pre_hook(read, with_kwargs=True)
+    for mixer in mixers_of(model):
+        mixer.forward = _one_by_one(mixer.forward, rows)
+
+
+def mixers_of(model: Any) -> list[Any]:
+    """The mixers of a model's layers."""
+    family = known_family(base_of(model))
+    layers = enumerate(base_of(model).layers)
+    paths = ((layer, family.of_layer(model.config, i).mixer) for i, layer in layers)
+    return [part_of(layer, path) for layer, path in paths if path]
+
+
+def _lengths(positions: Tensor) -> list[int]:  # (S,)
+    starts = [*(positions == 0).nonzero()[:, 0].tolist(), len(positions)]
+    return [b - a for a, b in pairwise(starts)]
+
+
+def _one_by_one(forward: Callable[..., Tensor], rows: list[list[int]]) -> Callable[..., Tensor]:
+    def run(hidden_states: Tensor, **kwargs: Any) -> Tensor:  # (B, S, D)
+        if not rows:
+            return forward(hidden_states, **kwargs)
+        parts = [
+            torch.cat([forward(x[None], **kwargs) for x in row.split(lengths)], 1)
+            for row, lengths in zip(hidden_states, rows, strict=True)
+        ]
+        return torch.cat(parts)
+
+    return run

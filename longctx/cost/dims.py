@@ -34,6 +34,21 @@ class Adapted(NamedTuple):
     """Elements of the weights whose rows they rescale (DoRA)."""
 
 
+class Mixed(NamedTuple):
+    """The sizes of a mixer, a module that a layer runs as it is (layer/parts/mixer.py)."""
+
+    columns: int
+    """What its linear layers give, in elements of a token together."""
+    parameters: int
+    """Parameters that a token is multiplied by."""
+    trained: int
+    """Those of its parameters that are trained."""
+    state_bytes: int
+    """Bytes of its state at the end of a segment."""
+    graph: float
+    """What its graph holds, in elements of `columns`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """The dimensions of a layer that decide what it computes and how much memory it takes. Layers
@@ -45,6 +60,8 @@ class LayerKind:
     heads: int  # H
     kv_heads: int  # K
     head_dim: int  # d
+    mixer: Mixed | None = None
+    """The mixer that stands in the place of attention."""
     window: int | None = None
     """The window of attention; None: a token attends to all before it."""
     qk_norms: bool = False

@@ -12,6 +12,9 @@
     so. Norms over all heads (wide_norms.py) keep rstd with o instead, 8 bytes a token.
 (**) only in layers with such norms; there h is what the norm after attention reads.
 
+A mixer in the place of attention keeps what it gives as o, with the states with which its segments
+begin, and no h: h is a sum of x and o then.
+
 Layers whose MLP stands beside attention keep no h, which nothing reads in their backward. An MLP
 without a gate keeps up alone under the name "gate up".
 

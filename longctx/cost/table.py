@@ -197,8 +197,11 @@ class Table:
 
 def joined(blocks: Sequence[Table]) -> Table:
     """Returns the table of a layer that runs these blocks one after the other, and their backward
-    in the reverse order. A buffer that exists in other moments than its own gets a row in each."""
+    in the reverse order. A buffer that exists in other moments than its own gets a row in each. A
+    keepable needs others only if some block has them: beside a mixer gate and up need no h."""
     whole = sum(blocks, Table())
+    names = frozenset(whole.by_name)
+    keepables = tuple(replace(k, needs=k.needs & names) for k in whole.keepables)
     moments = {
         phase: [m for block in blocks[::way] for m in block.moments if m.endswith(f" {phase}")]
         for phase, way in (("forward", 1), ("backward", -1))
@@ -211,4 +214,5 @@ def joined(blocks: Sequence[Table]) -> Table:
             order = {"before": order[:at], "in": [order[at]], "after": order[at + 1 :]}[buffer.span]
         return (replace(buffer, during=moment, span="in") for moment in order)
 
-    return replace(whole, buffers=tuple(chain.from_iterable(map(rows, whole.buffers))))
+    buffers = tuple(chain.from_iterable(map(rows, whole.buffers)))
+    return replace(whole, keepables=keepables, buffers=buffers)

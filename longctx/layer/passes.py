@@ -13,6 +13,7 @@ from torch import Tensor
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import Attention
 from longctx.kernels.rope import rope_
+from longctx.layer import segments as cutting
 from longctx.layer.adapters.protocol import ALL
 from longctx.layer.balance import Balance, RouterLogits
 from longctx.layer.gradients import Gradients
@@ -26,6 +27,7 @@ Blocks = tuple[tuple[str, ...], ...]
 IN_TURN: Blocks = (("attention",), ("mlp",))
 WITH_EXPERTS: Blocks = (("attention",), ("experts",))
 SIDE_BY_SIDE: Blocks = (("attention", "mlp"),)
+MIXED: Blocks = (("mixer",), ("mlp",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,11 @@ class Schedule:
         """Seeds the dropout masks. It is drawn from torch's CPU generator at the first use."""
         return int(torch.randint(2**63 - 1, ()))
 
+    @cached_property
+    def segments(self) -> tuple[cutting.Segment, ...]:
+        """How mixers run over the documents."""
+        return cutting.segments(self.documents, cutting.SEGMENT_TOKENS)
+
     def window(self, t: Traits) -> int | None:
         """The layer's window, or None where no document, after its parent, is longer than it."""
         longer = t.window is not None and t.window < self.documents.longest
@@ -146,6 +153,8 @@ class Pass:
     """The tensors that forward keeps for backward; None where no backward follows."""
     gradients: Gradients | None = None
     """The gradients of the weights; None in forward."""
+    mixes: Any = None
+    """The layer's mixer, as `Mixes` in parts/mixer.py; None in a layer without one."""
 
     @property
     def traits(self) -> Traits:

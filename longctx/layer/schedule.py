@@ -11,7 +11,9 @@ the parts of a layer, and one of them may be missing. Other families (model/fami
 data (`Traits`, the parameters they have): a window or another scale of attention, layers without
 rope, a factor r of both sums (h = x + r o Wo'), norms of q and k, a gate of o, norms after the
 parts, an MLP without a gate or beside attention (it reads n1, and y = h + its output), and
-parameters that hold several of these weights. Any of the seven weights may have an adapter.
+parameters that hold several of these weights. Any of the seven weights may have an adapter. In
+hybrid models a module of the model's own, as Gated DeltaNet, stands in the place of attention
+(parts/mixer.py).
 No gradient is computed for frozen weights, and dx only where a parameter below is trained.
 
 Token-wise work runs in tiles of the sequence and attention in head groups, so that gate, up and q,
@@ -53,6 +55,7 @@ from longctx.kernels.annotate import annotate, annotated, each
 from longctx.kernels.launch import once_differentiable
 from longctx.layer.adapters.protocol import Settings
 from longctx.layer.gradients import Gradients
+from longctx.layer.parts.mixer import Mixes
 from longctx.layer.parts.protocol import Kept, OverRow, OverTiles
 from longctx.layer.parts.table import parts_of
 from longctx.layer.passes import Added, Pass, Schedule
@@ -156,16 +159,18 @@ class _ScheduledLayer(torch.autograd.Function):
         layers_above: int | None,
         adapters: Mapping[str, Settings],
         bring: Bring,
+        mixes: Mixes | None,
         names: tuple[str, ...],
         *parameters: Tensor,
     ) -> Tensor:  # (T, D)
         ctx.layer, ctx.schedule, ctx.adapters, ctx.names = layer, s, adapters, names
+        ctx.mixes = mixes
         w = _weights(ctx, parameters)
         saved = None
         if layers_above is not None and any(ctx.needs_input_grad):
             saved = s.store.open(layers_above, x)
             saved.again = _Again(ctx)
-        p = Pass(schedule=s, layer=layer, weights=w, saved=saved)
+        p = Pass(schedule=s, layer=layer, weights=w, saved=saved, mixes=mixes)
         if p.keeps("x"):
             p.keep("x", {"x": x})  # copied while attention runs, the rest while the MLP runs
         y = with_features_(layer_forward(p, x), where, features)
@@ -193,11 +198,12 @@ class _ScheduledLayer(torch.autograd.Function):
         scaled = s.traits[ctx.layer].residual != 1.0
         grads = Gradients(w, wanted, len(tiles) + scaled)
         dx = dy.contiguous()  # overwritten: the layer above made dy for this layer only
-        p = Pass(schedule=s, layer=ctx.layer, weights=w, saved=ctx.saved, gradients=grads)
+        given: Any = dict(weights=w, saved=ctx.saved, mixes=ctx.mixes)
+        p = Pass(schedule=s, layer=ctx.layer, gradients=grads, **given)
         layer_backward_(p, dx, x, kept, wants_dx)
         s.store.finish(ctx.saved)
         found = (grads.done.get(name) for name in names)
-        return dx if wants_dx else None, d_features, *[None] * 7, *found
+        return dx if wants_dx else None, d_features, *[None] * 8, *found
 
 
 def _weights(ctx: Any, parameters: Sequence[Tensor]) -> Weights:
@@ -226,7 +232,8 @@ class _Again:
         ctx = self._node
         where, features, *parameters = ctx.saved_tensors
         w = _weights(ctx, parameters)
-        p = Pass(schedule=ctx.schedule, layer=ctx.layer, weights=w, saved=saved)
+        how: Any = dict(schedule=ctx.schedule, layer=ctx.layer, mixes=ctx.mixes)
+        p = Pass(weights=w, saved=saved, **how)
         return with_features_(layer_forward(p, _unchanged(ctx, x)), where, features)
 
     @property
@@ -244,6 +251,7 @@ def scheduled_layer(
     adapters: Mapping[str, Settings] = MappingProxyType({}),
     bring: Bring = _are_here,
     added: Added | None = None,
+    mixes: Mixes | None = None,
 ) -> Tensor:  # (T, D)
     """Runs the decoder layer of the module's equations, differentiable in x and every parameter.
 
@@ -251,10 +259,11 @@ def scheduled_layer(
     `adapters` has the settings of each adapter in `parameters`, by the name of what it adapts.
     `bring` is called in backward before the layer runs forward again, if the weights may be away.
     `added` is added to what the layer returns, and its features get a gradient.
+    `mixes` is the module that the layer has in the place of attention, if it has one.
     Backward raises RuntimeError if x was modified in place after forward.
     """
     above = layers_above if torch.is_grad_enabled() else None  # without backward nothing is kept
     layer, names = len(s.traits) - 1 - layers_above, tuple(parameters)
     where, features = added or (None, None)
-    how = layer, s, above, adapters, bring, names
+    how = layer, s, above, adapters, bring, mixes, names
     return _ScheduledLayer.apply(x, features, where, *how, *parameters.values())

@@ -21,6 +21,9 @@ from longctx.layer.projection import Projection
 from longctx.layer.stack import PLAIN, ExpertLayout, Stack
 
 Parameters = Mapping[str, Tensor]
+MIXER = "mixer"
+"""The owner of the parameters of a module that a layer runs as it is (parts/mixer.py):
+"mixer.in_proj.weight"."""
 Rows = Callable[[Parameters], Sequence[int]]
 
 
@@ -46,7 +49,7 @@ class Weights:
     """A layer's parameters in one pass."""
 
     given: dict[str, Tensor]
-    """The parameters, quantised ones made dense."""
+    """The parameters, quantised ones made dense, but for those of a mixer."""
     holders: dict[str, str]
     """Maps each weight that lies in one parameter with others to the name of that parameter."""
     projections: dict[str, Projection]
@@ -65,7 +68,10 @@ class Weights:
         `adapters` has the settings of adapters, by the names of parameters."""
         parts = [*parts]
         rooms = _rooms(parameters, [one.names for part in parts for one in part.in_one])
-        given = {name: dense(x, rooms.get(name)) for name, x in parameters.items()}
+        given = {
+            name: x if name.startswith(f"{MIXER}.") else dense(x, rooms.get(name))
+            for name, x in parameters.items()
+        }
         made = cls(given, {}, {}, {})
         for part in parts:
             for names, rows in part.in_one:
@@ -80,6 +86,12 @@ class Weights:
 
     def __getitem__(self, name: str) -> Projection:
         return self.projections[name]
+
+    @property
+    def of_mixer(self) -> dict[str, Tensor]:
+        """The parameters of the layer's mixer, by their names in it."""
+        start = f"{MIXER}."
+        return {n.removeprefix(start): x for n, x in self.given.items() if n.startswith(start)}
 
     def all_of(self, *names: str) -> dict[str, Projection]:
         """Returns those of these linear layers that the layer has."""

@@ -22,7 +22,7 @@ strangers.py finds anything else that a module holds.
     qwen2_vl_text  qwen2_5_vl_text         the text models of vision-language models: three rows of
     qwen3_vl_text                          positions, which text has equal (positions.py)
 
-Families with experts are in mixtures.py.
+Families with experts are in mixtures.py, and those with mixers beside attention in hybrids.py.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from longctx.model.family import (
     part_of,
     window_by_type,
 )
-from longctx.model.hybrids import HYBRIDS, is_yet_to_come
+from longctx.model.hybrids import HYBRIDS
 from longctx.model.look import Read
 from longctx.model.mixtures import MIXTURES
 from longctx.model.vision import PREFIXES, is_whole, joint_of
@@ -263,9 +263,6 @@ def family_of(owner: Any) -> Family | None:
     """Returns the family of a configuration, of a model or of any module in one; None if it is in
     no family. A configuration is in that of the class which transformers makes of it: those of
     InternLM3 are Llama's."""
-    config = owner if isinstance(owner, PretrainedConfig) else getattr(owner, "config", None)
-    if isinstance(config, PretrainedConfig) and is_yet_to_come(config):
-        return None
     kind = class_of(owner) if isinstance(owner, PretrainedConfig) else None
     return family_of_class(kind or owner.__class__)
 
@@ -342,8 +339,10 @@ def query_scale(base: PreTrainedModel, positions: Tensor) -> Tensor | None:
 
 def rotary_embeddings(base: Any) -> dict[str, tuple[Tensor, float]]:
     """Returns the frequencies and factor of each RoPE, by the names in `Traits.rope`: one of all
-    layers, or one of each type of layer."""
+    layers, or one of each type of layer, or none."""
     rotary = base.rotary_emb
+    if rotary is None:
+        return {}
     types = getattr(rotary, "layer_types", None)
     if types is None:
         return {"all": (rotary.inv_freq, rotary.attention_scaling)}
@@ -351,6 +350,12 @@ def rotary_embeddings(base: Any) -> dict[str, tuple[Tensor, float]]:
         kind: (getattr(rotary, f"{kind}_inv_freq"), getattr(rotary, f"{kind}_attention_scaling"))
         for kind in types
     }
+
+
+def mixes(config: PretrainedConfig) -> bool:
+    """Whether some layer of a known family has a mixer."""
+    by_layer = known_family(config).by_layer
+    return any("mixer" in by_layer(config, i) for i in range(config.num_hidden_layers))
 
 
 def windows(config: PretrainedConfig) -> list[int | None]:
@@ -361,7 +366,7 @@ def windows(config: PretrainedConfig) -> list[int | None]:
 
 
 def has_post_norms(config: PretrainedConfig) -> bool:
-    """Whether norms follow attention and the MLP."""
+    """Whether norms follow attention and the MLP in some layers."""
     return "post1" in known_family(config).norms
 
 
@@ -379,7 +384,7 @@ def has_windows(config: PretrainedConfig) -> bool:
 
 _NOT_YET = {
     "mllama": "its layers of cross-attention to images are not supported yet",
-    "qwen3_5": "its layers of linear attention, and its images, are not supported yet",
+    "qwen3_5": "its images are not supported yet; AutoModelForCausalLM loads its text model alone",
 }
 """Why a family is missing, by a part of its names in lower case."""
 

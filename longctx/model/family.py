@@ -14,9 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from longctx.layer.norm_spec import NormSpec
-from longctx.layer.passes import WITH_EXPERTS, Traits
+from longctx.layer.passes import MIXED, WITH_EXPERTS, Traits
 from longctx.layer.router import Router
 from longctx.layer.stack import PLAIN, ExpertLayout
+from longctx.layer.weights import MIXER
 from longctx.model.adapters import ADAPTED, QUANTISED, within
 from longctx.model.look import Read
 
@@ -113,11 +114,26 @@ class Family:
     """The name of the MLP's class, if it has another prefix."""
     rotary: str = "RotaryEmbedding"
     """The rest of the rotary embedding's."""
+    decoders: Names = ("DecoderLayer",)
+    """The rest of the names of its layers' classes."""
     modules: Mapping[str, str] = field(
         default_factory=lambda: {"self_attn": "Attention", "mlp": "MLP"}
     )
     """Maps the paths of the modules whose place the parts take to the rest of their classes'
     names. A layer without one of them has no linear layer and no norm in it."""
+    mixer: str = ""
+    """The path of the module that a layer has in the place of attention and that runs as it is
+    (layer/parts/mixer.py); empty without one."""
+    mixer_class: str = ""
+    """The rest of the name of its class."""
+    mixer_cache: str = "cache_params"
+    """The name under which its forward takes transformers' cache."""
+    mixer_package: str = "fla"
+    """The package whose kernels transformers takes for it, if it is there; empty where its own code
+    is as fast."""
+    mixer_state: Callable[[Any], tuple[int, int]] = field(default=lambda config: (0, 0))
+    """Returns the elements of its state, from the configuration: those of the recurrence, in fp32,
+    and those of the convolution's last inputs."""
     linears: Mapping[str, str] = field(default_factory=lambda: QKV | OUT | GATE_UP)
     """Maps the names that the parts declare to the paths of a layer's linear layers. Without k and
     v, q holds all three in one parameter; without up, gate holds both. Such layers must have no
@@ -166,6 +182,9 @@ class Family:
     """The name of the width of the MLP, or of one expert, in the configuration."""
     shared_width: Callable[[Any], int] = field(default=lambda config: 0)
     """Returns the features of the shared expert, from the configuration."""
+    output: str = ""
+    """The name of the class of transformers that its base model returns, if the base model's
+    annotation names another."""
     position_rows: int = 1
     """The rows of positions to which the base model expands one, as in positions.py."""
     masks_by_position: bool = True
@@ -200,6 +219,8 @@ class Family:
         return replace(self, **own) if own else self
 
     def known(self, suffix: str) -> Names:
+        if suffix == "DecoderLayer":
+            return tuple(f"{self.home}.{self.prefix}{name}" for name in self.decoders)
         names = {"Model": self.prefix + self.base, "MLP": self.mlp or f"{self.prefix}MLP"}
         return (f"{self.home}.{names.get(suffix, self.prefix + suffix)}",)
 
@@ -278,15 +299,16 @@ class Family:
     def children(self) -> dict[str, frozenset[str]]:
         """Maps the path of each module of a layer that has submodules, or parameters of its own, ""
         for the layer itself, to the names of those that the schedule knows."""
-        owned = (*self.in_layer, *self.stacks.values(), *self.parameters.values())
-        parts = [path.rpartition(".") for path in owned]
+        owned = (*self.in_layer, *self.stacks.values(), *self.parameters.values(), self.mixer)
+        parts = [path.rpartition(".") for path in owned if path]
         return {
             owner: frozenset(name for other, _, name in parts if other == owner)
             for owner in dict.fromkeys(owner for owner, _, _ in parts)
         }
 
     def weights(self, layer: Any, read: Read = getattr) -> dict[str, Tensor]:
-        """Returns the parameters of a layer by name (layer/weights.py), without its adapters."""
+        """Returns the parameters of a layer by name (layer/weights.py), without adapters but for
+        those inside a mixer."""
         found = {}
         for name, path in (*self.linears.items(), *self.norms.items()):
             module = part_of(layer, path)
@@ -296,6 +318,9 @@ class Family:
         for name, path in (*self.stacks.items(), *self.parameters.items()):
             owner, _, own = path.rpartition(".")
             found[name] = read(within(part_of(layer, owner)), own)
+        if self.mixer:
+            own_parameters = part_of(layer, self.mixer).named_parameters()
+            found |= {f"{MIXER}.{name}": parameter for name, parameter in own_parameters}
         return found
 
     def layer_traits(self, config: Any) -> tuple[Traits, ...]:
@@ -303,12 +328,15 @@ class Family:
 
     def _traits_of(self, config: Any, layer: int) -> Traits:
         found = {"scale": head_dim(config) ** -0.5, "window": self.window(config, layer)}
-        found["output_gate"] = self.output_gate
         own = self.of_layer(config, layer)
+        found["output_gate"] = own.output_gate
         if own.stacks and own.router is not None:
             found |= {"blocks": WITH_EXPERTS, "router": own.router(config)}
             found["experts"] = own.experts(config)
-        return Traits(**found | self.traits(config, layer))
+        own_traits = self.traits(config, layer)
+        if own.mixer:
+            own_traits = own_traits | {"blocks": MIXED, "rope": None}
+        return Traits(**found | own_traits)
 
 
 def part_of(layer: Any, name: str) -> Any:

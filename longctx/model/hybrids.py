@@ -1,16 +1,89 @@
-"""The families whose layers mix tokens in several ways (families.py has the others).
+"""The families that have mixers in the place of attention in some layers (families.py has the
+others). A mixer runs as transformers has it (layer/parts/mixer.py).
 
-    qwen3_5_text                           full attention with a gate of its output; layers of
-                                           linear attention between, which are refused for now
-
-What is refused until it can be computed is said by `is_yet_to_come` alone.
+    qwen3_5_text                           Gated DeltaNet; attention has a gate of its output
+    olmo_hybrid                            Gated DeltaNet with a norm before it and before the MLP;
+                                           layers of attention have OLMo 3's norms, RoPE or none
+    granitemoehybrid                       Mamba 2 and Granite's four scalars, RoPE or none; models
+                                           with experts run Hugging Face's layers
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from longctx.model.family import NORMS, OF_Q_AND_K, ONE_PLUS, Family
+from longctx.model.family import (
+    GATE_UP,
+    NORMS,
+    OF_Q_AND_K,
+    ONE_PLUS,
+    OUT,
+    QKV,
+    ROUNDED_ONCE,
+    Family,
+    NormClass,
+)
+
+_POST = {"post1": "post_attention_layernorm", "post2": "post_feedforward_layernorm"}
+
+
+_GRANITE_MLP = {"gate": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"}
+
+
+def _delta_state(config: Any) -> tuple[int, int]:
+    """Returns the elements of the state of a Gated DeltaNet."""
+    d_k, d_v = config.linear_key_head_dim, config.linear_value_head_dim
+    values = config.linear_num_value_heads * d_v
+    channels = 2 * config.linear_num_key_heads * d_k + values
+    return values * d_k, channels * (config.linear_conv_kernel_dim - 1)
+
+
+def _mamba_state(config: Any) -> tuple[int, int]:
+    """Returns the elements of the state of a Mamba 2."""
+    values, size = config.mamba_n_heads * config.mamba_d_head, config.mamba_d_state
+    channels = values + 2 * config.mamba_n_groups * size
+    return values * size, channels * (config.mamba_d_conv - 1)
+
+
+_DELTA_NET: dict[str, Any] = dict(
+    mixer="linear_attn",
+    mixer_class="GatedDeltaNet",
+    mixer_state=_delta_state,
+    modules={"mlp": "MLP"},
+    linears={"down": OUT["down"]} | GATE_UP,
+    norms=NORMS,
+)
+_QWEN_MIXED = _DELTA_NET | dict(output_gate=False)
+_OLMO_MIXED = _DELTA_NET | dict(decoders=("LinearAttentionDecoderLayer",), wide_norms=False)
+_OLMO_ATTENDS: dict[str, Any] = dict(decoders=("AttentionDecoderLayer",))
+_GRANITE_MIXED: dict[str, Any] = dict(
+    mixer="mamba",
+    mixer_class="MambaLayer",
+    mixer_package="mamba_ssm",
+    mixer_state=_mamba_state,
+    modules={"shared_mlp": "MLP"},
+    linears=_GRANITE_MLP,
+)
+
+
+def _is_mixed(config: Any, layer: int) -> bool:
+    return config.layer_types[layer] == "linear_attention"
+
+
+def _olmo_traits(config: Any, layer: int) -> dict[str, Any]:
+    """Released models have no RoPE at all."""
+    rope = config.rope_parameters
+    return {} if rope is not None and rope.get("rope_theta") is not None else {"rope": None}
+
+
+def _granite_traits(config: Any, layer: int) -> dict[str, Any]:
+    """Granite's factors; RoPE is a setting."""
+    return {
+        "scale": config.attention_multiplier,
+        "residual": config.residual_multiplier,
+        "rope": "all" if config.position_embedding_type == "rope" else None,
+    }
+
 
 HYBRIDS: tuple[Family, ...] = (
     Family(
@@ -23,13 +96,30 @@ HYBRIDS: tuple[Family, ...] = (
         norms=NORMS | OF_Q_AND_K,
         output_gate=True,
         position_rows=4,
+        by_layer=lambda config, i: _QWEN_MIXED if _is_mixed(config, i) else {},
+    ),
+    Family(
+        kind="olmo_hybrid",
+        prefix="OlmoHybrid",
+        decoders=("AttentionDecoderLayer", "LinearAttentionDecoderLayer"),
+        norms=_POST | OF_Q_AND_K,
+        wide_norms=True,
+        norm=NormClass(spec=ROUNDED_ONCE),
+        traits=_olmo_traits,
+        by_layer=lambda config, i: _OLMO_MIXED if _is_mixed(config, i) else _OLMO_ATTENDS,
+    ),
+    Family(
+        kind="granitemoehybrid",
+        prefix="GraniteMoeHybrid",
+        modules={"self_attn": "Attention", "shared_mlp": "MLP"},
+        linears=QKV | {"o": OUT["o"]} | _GRANITE_MLP,
+        activation="shared_mlp.activation",
+        width="shared_intermediate_size",
+        output="MoeModelOutputWithPast",
+        masks_by_position=False,
+        traits=_granite_traits,
+        by_layer=lambda config, i: _GRANITE_MIXED if _is_mixed(config, i) else {},
+        embedding_multiplier=lambda base: base.embedding_multiplier,
+        logits_scaling=lambda model: model.config.logits_scaling,
     ),
 )
-
-
-def is_yet_to_come(config: Any) -> bool:
-    """Whether a model of one of these modules is of no family yet (`families.family_of`): because
-    of layers of linear attention, which no part computes, or of the images of Qwen3.5's wrapper."""
-    text = getattr(config, "text_config", None) or config
-    mixes = "linear_attention" in (getattr(text, "layer_types", None) or ())
-    return mixes or config.model_type == "qwen3_5"

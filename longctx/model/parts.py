@@ -61,6 +61,8 @@ def why_not_part(config: PretrainedConfig, part: str) -> str | None:
     if part in _GATED:
         if "gate" not in family.linears:
             return "its MLP has no gate"
+        if "mlp" not in family.modules:
+            return "its MLP has linear layers of other names"
         activation = family.layer_traits(config)[0].activation
         if activation != _GATED[part]:
             return f"its MLP is of {next(n for n, a in _GATED.items() if a == activation)}"
@@ -123,7 +125,7 @@ def _places(base: Any, part: str) -> Iterator[tuple[nn.Module, Callable[..., Any
         if is_norm:
             for path in family.norms.values():
                 yield _known(base, where + path, family.norm_classes, part), norm_part
-        elif part == "rope":
+        elif part == "rope" and "self_attn" in family.modules:
             attention = _known(base, f"{where}self_attn", family.known("Attention"), part)
             if _ROTATION not in type(attention).forward.__code__.co_names:
                 raise UserError(f"rope: {type(attention).__name__} rotates by another function")

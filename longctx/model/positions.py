@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from longctx.model.families import base_of, known_family
+from longctx.model.families import base_of, has_windows, known_family, mixes
 from longctx.model.vision import joint_of
 
 
@@ -80,10 +80,11 @@ def with_masks(base: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     like = torch.empty(*positions.shape, 0, dtype=base.dtype, device=positions.device)
     call: dict[str, Any] = dict(config=base.config, inputs_embeds=like, attention_mask=None)
     call |= dict(past_key_values=None, position_ids=positions)
-    masks = {
-        "full_attention": create_causal_mask(**call),
-        "sliding_attention": create_sliding_window_causal_mask(**call),
-    }
+    masks = {"full_attention": create_causal_mask(**call)}
+    if has_windows(base.config):
+        masks["sliding_attention"] = create_sliding_window_causal_mask(**call)
+    if mixes(base.config):
+        masks["linear_attention"] = None  # no mask keeps documents of a mixer apart
     return inputs | {"attention_mask": masks}
 
 

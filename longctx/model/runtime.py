@@ -24,14 +24,16 @@ from longctx.attention.prefixes import Prefixed
 from longctx.attention.protocol import Attention
 from longctx.attention.sharded import Sharded
 from longctx.attention.shards import Shards
-from longctx.cost.dims import Adapted, LayerKind
+from longctx.cost.dims import Adapted, LayerKind, Mixed
 from longctx.cost.fitted import GRAPHED_TOKENS
 from longctx.cost.kept import describe, run_again, uniform
 from longctx.cost.rates import AttentionRates, Rates
 from longctx.cost.sizes import Batch, Cut, Sizes, default_head_groups, default_tile_tokens, kinds_of
 from longctx.errors import UserError
+from longctx.layer.linear import packed_state
 from longctx.layer.parts.table import parts_of
 from longctx.layer.passes import Rope, Schedule, Traits
+from longctx.layer.weights import MIXER
 from longctx.memory.ladder import Budget, Chosen, Step, choose, host_bytes
 from longctx.memory.levels import pending_levels
 from longctx.memory.pending import Pending, pending_bytes
@@ -51,13 +53,15 @@ from longctx.model.families import (
     layer_norm_spec,
     layer_weights,
     layers_of,
+    mixes,
     model_traits,
     query_scale,
     rotary_embeddings,
     score_cap,
 )
 from longctx.model.family import Family, head_dim, kv_heads, mlp_width
-from longctx.model.look import look
+from longctx.model.look import look, whole_shape
+from longctx.model.mixers import graph_of
 from longctx.model.positions import rows_of
 from longctx.model.strangers import gathers_weights, why_not_chunked
 from longctx.options.model import PatchOptions
@@ -311,9 +315,11 @@ def model_sizes(
 
 def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int) -> LayerKind:
     """Returns the kind of a layer, in the dtype of the activations."""
-    weights = layer_weights(layer, family, look).values()
+    named = layer_weights(layer, family, look)
+    inside = [x for name, x in named.items() if name.startswith(f"{MIXER}.")]
+    weights = [x for name, x in named.items() if not name.startswith(f"{MIXER}.")]
     adapters = layer_adapters(layer, family, look).values()
-    packed = [state for w in weights if (state := getattr(w, "quant_state", None)) is not None]
+    packed = [state for w in named.values() if (state := packed_state(w)) is not None]
     chosen = traits.router.chosen if traits.router else 0
 
     def times(x: Applied) -> float:
@@ -326,13 +332,14 @@ def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int
         heads=config.num_attention_heads,
         kv_heads=kv_heads(config),
         head_dim=head_dim(config),
+        mixer=_mixed(inside, family, config, itemsize) if family.mixer else None,
         window=traits.window,
         qk_norms="q_norm" in family.norms and not family.wide_norms,
         wide_norms=family.wide_norms,
         output_gate=traits.output_gate,
         sinks="sinks" in family.parameters,
         caps_scores=family.score_cap(config) is not None,
-        post_norms=has_post_norms(config),
+        post_norms="post1" in family.norms,
         gated="gate" in family.linears or bool(family.stacks),
         experts=traits.router.experts if traits.router else 0,
         chosen=chosen,
@@ -350,6 +357,19 @@ def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int
             parameters=sum(times(x) * x.rank * (x.inputs + x.outputs) for x in adapters),
             rescaled=sum(times(x) * x.rescaled for x in adapters),
         ),
+    )
+
+
+def _mixed(parameters: list[Tensor], family: Family, config: Any, itemsize: int) -> Mixed:
+    """Returns the sizes of a mixer with these parameters, adapters among them."""
+    matrices = [shape for x in parameters if len(shape := whole_shape(x)) == 2]
+    recurrent, convolved = family.mixer_state(config)
+    return Mixed(
+        columns=sum(rows for rows, _ in matrices),
+        parameters=sum(rows * columns for rows, columns in matrices),
+        trained=sum(math.prod(whole_shape(x)) for x in parameters if x.requires_grad),
+        state_bytes=4 * recurrent + itemsize * convolved,
+        graph=graph_of(family),
     )
 
 
@@ -423,6 +443,8 @@ def make_schedule(
     if documents.padding:
         attention = Padded(attention, cross_of(attention))
     if runtime.shards is not None:
+        if mixes(config):
+            raise UserError(NO_SHARES)
         check_shares(config.num_attention_heads, heads, head_groups, runtime.shards.ranks)
         attention = Sharded(attention, runtime.shards, rows)
     return Schedule(
@@ -470,6 +492,12 @@ def follows_positions(base: Any) -> bool:
     kinds = getattr(base.rotary_emb, "rope_type", "default")
     every = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any("dynamic" in kind or kind == "longrope" for kind in every)
+
+
+NO_SHARES = (
+    "ranks cannot share rows of a model with mixers, which hand a state on from token to token: "
+    "set --sequence_parallel_size 1"
+)
 
 
 def check_shares(heads: int, kv_heads: int, groups: int, ranks: int) -> None:

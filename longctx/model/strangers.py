@@ -147,7 +147,8 @@ def _heard(kind: Any, family: Any) -> frozenset[str]:
     implementation of attention, so that a name which one of them ignores may be here."""
     code = vars(sys.modules[family.home])
     functions = [kind.forward, code["eager_attention_forward"], _flash_attention_forward]
-    functions += [code[f"{family.prefix}{part}"].forward for part in ("DecoderLayer", "Attention")]
+    layers = family.known("DecoderLayer") + family.known("Attention")
+    functions += [code[name.rpartition(".")[2]].forward for name in layers]
     functions += [f for f in ALL_ATTENTION_FUNCTIONS.values() if _is_transformers(f)]
     names = {name for f in functions for name in inspect.signature(f).parameters}
     return frozenset(names | TransformersKwargs.__annotations__.keys() | {"return_dict"})
@@ -202,7 +203,9 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
     yield from _problems(base, family.known("Model"), "model", patched=patched)
     yield from _undeclared(base, _IN_BASE, "model")
     yield from _dropouts(base, "model", training)
-    yield from _problems(base.rotary_emb, family.known(family.rotary), "model.rotary_emb")
+    traits = family.layer_traits(config)
+    if any(t.rope is not None for t in traits):
+        yield from _problems(base.rotary_emb, family.known(family.rotary), "model.rotary_emb")
     yield from _problems(base.norm, family.norm_classes, "model.norm", patched=patched)
     yield from _other_shape(base.norm, (config.hidden_size,), "model.norm")
     if type(next(base.parameters())) is nn.Parameter:  # FSDP's shards have another dtype
@@ -221,10 +224,9 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
         yield "attention to later tokens"
     if any(changing_hooks(torch_module, (f"_global{hooks}" for hooks in _HOOKS))):
         yield "hooks on all modules"
-    traits, layer_class = family.layer_traits(config), family.known("DecoderLayer")
     for i, (layer, family) in enumerate(layers_of(base)):
         where, shapes = f"model.layers.{i}", family.shapes(config)
-        yield from _problems(layer, layer_class, where, patched=patched)
+        yield from _problems(layer, family.known("DecoderLayer"), where, patched=patched)
         parts = {name: part_of(layer, name) for name in family.in_layer}
         for name in family.of_experts:
             for wrapper in wrappers(parts[name]).values():
@@ -256,10 +258,12 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
             yield from _other_dtypes(module, dtype, where, kept)
         yield from _other_parameters(family, parts, config, where)
         yield from _other_experts(family, parts, traits[i], where)
+        if family.mixer:
+            yield from _other_mixer(layer, family, where)
         if vars(layer).get("residual_multiplier", 1.0) != traits[i].residual:
             yield f"a residual multiplier of its own in {where}"
-        if vars(layer).get("block_type", "full_attention") != "full_attention":
-            yield f"a layer of another kind than full attention in {where}"
+        if (kind := vars(layer).get("block_type")) and kind != config.layer_types[i]:
+            yield f"a layer of another kind than in the configuration in {where}"
         if "self_attn" in family.modules:
             yield from _other_attention(family, parts, config, traits[i], where)
 
@@ -379,6 +383,15 @@ def _other_experts(
     for name in family.of_experts if clamped else ():
         if (parts[name].alpha, parts[name].limit) != clamped:
             yield f"another activation of experts than the configuration's in {where}"
+
+
+def _other_mixer(layer: Any, family: Family, where: str) -> Iterator[str]:
+    """A mixer of another class, which may take its state otherwise, and one whose weights an engine
+    brings module by module: none of it is there in backward. All else in it runs as it is."""
+    mixer, where = part_of(layer, family.mixer), f"{where}.{family.mixer}"
+    yield from _problems(mixer, family.known(family.mixer_class), where, hooks=())
+    if any(map(gathers_weights, mixer.modules())):
+        yield f"an engine's hooks inside {where}"
 
 
 def _other_attention(

@@ -41,12 +41,12 @@ from longctx.model.blocks import decoder_layers, seeing_block, state_blocks
 from longctx.model.classes import is_classifier, without_storage
 from longctx.model.costs import StepTable
 from longctx.model.declined import is_dropout, set_dropout_
-from longctx.model.families import base_of, has_windows, known_family, score_cap
+from longctx.model.families import base_of, has_windows, known_family, mixes, score_cap
 from longctx.model.family import MLP_WIDTH
 from longctx.model.image_sizes import tower_sizes
 from longctx.model.matrices import stack_names, stacks
 from longctx.model.peers import peer_kind, peer_sizes
-from longctx.model.runtime import check_shares, chunks_loss, model_sizes
+from longctx.model.runtime import NO_SHARES, check_shares, chunks_loss, model_sizes
 from longctx.model.strangers import why_not_scheduled
 from longctx.model.tower import trained_patches
 from longctx.model.vision import PREFIXES, rest_
@@ -157,10 +157,8 @@ class Subject:
         self.why_not = None if base is None else why_not_scheduled(base, training=True)
         """Why Hugging Face's layers would run under --class_type custom; None where ours do."""
         ours = base is not None and self.why_not is None and (args is None or args.schedules)
-        if experts and not ours and (reason := _uncounted(base)):
-            raise UserError(
-                f"the model has {reason}, whose plan in Hugging Face's layers is unknown"
-            )
+        if not ours and (what := _uncounted(base, bool(experts))):
+            raise UserError(f"the model has {what}, whose plan in Hugging Face's layers is unknown")
         self._chunks_loss = chunks_loss(self.model)
         self._quantised = args is not None and args.quantize != "none"
         if self._quantised:
@@ -270,9 +268,13 @@ class Subject:
         return replace(sizes, ranks=run.sequence_parallel_size, exact=run.exact)
 
 
-def _uncounted(base: Any) -> str | None:
-    """Returns the parts of a mixture that nobody has counted in Hugging Face's layers (`base` is
-    None for a model of no known family); None if all are."""
+def _uncounted(base: Any, experts: bool) -> str | None:
+    """Returns the parts that nobody has counted in Hugging Face's layers (`base` is None for a
+    model of no known family); None if all are."""
+    if base is not None and mixes(base.config):
+        return "mixers"
+    if not experts:
+        return None
     if base is None or known_family(base).router is None:
         return "experts"
     if "sinks" in known_family(base).parameters:  # its attention in plain torch holds all scores
@@ -590,6 +592,8 @@ def _check_ranks(sizes: Sizes, tokens: int) -> None:
     if sizes.ranks > 1:
         groups = sizes.cut(tokens).head_groups
         for kind in sizes.kinds:
+            if kind.mixer is not None:
+                raise UserError(NO_SHARES)
             check_shares(kind.heads, kind.kv_heads, groups, sizes.ranks)
 
 

@@ -494,13 +494,14 @@ class LongTrainer(TaskTrainer):
 
     @overrides
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """A vision-language checkpoint has the names that its weights have in memory, by which
-        Trainer reads it; the final model has those of the files that it came from."""
+        """A checkpoint has the names that weights have in memory, by which Trainer reads it; the
+        final model has those of the files that such models come from, which differ where
+        transformers converts them (vision-language models, experts, OLMo Hybrid)."""
         model: Any = self.model
         if state_dict is not None and inside_peft(model) is model:  # an engine has gathered it
             state_dict = {**state_dict, **self.towers.weights()}
         with self.towers.inside():
-            if self._staging is None or not is_whole(model):
+            if self._staging is None or not isinstance(model, PreTrainedModel):
                 return super()._save(output_dir, state_dict)
             save = partial(model.save_pretrained, save_original_format=False)
             vars(model)["save_pretrained"] = save

@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 from longctx.constants import __distribution__
 
-EXTRAS = ("", "deepspeed", "fa4", "gguf", "liger", "lora", "profile", "ruler")
+EXTRAS = ("", "deepspeed", "fa4", "mixers", "gguf", "liger", "lora", "profile", "ruler")
 """None, and those of runs. What tests and documentation need is nobody else's concern."""
 
 

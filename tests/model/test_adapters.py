@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from small_cost import PeakTracker, activity_peak
-from small_families import EXPERTS, FIRST_OF_EACH, family_config
+from small_families import EXPERTS, FIRST_OF_EACH, MIXERS, family_config
 from small_layer import (
     LADDER,
     PACKED,
@@ -90,12 +90,13 @@ def assert_lora_trains_exactly(models: Any, dtype: torch.dtype, *given: Any) -> 
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [(name, torch.float32) for name in FIRST_OF_EACH if name not in EXPERTS]
+    [(name, torch.float32) for name in FIRST_OF_EACH if name not in EXPERTS + MIXERS]
     + [(name, torch.bfloat16) for name in "llama starcoder2 cohere phi3 qwen3_5_text".split()],
 )
 def test_exactness_on_packed_rows(family, dtype) -> None:
     """In 16 bits plain layers, and those without a gate, with both parts in parallel and with fused
-    weights: in others an adapter is beside the same matmuls."""
+    weights: in others an adapter is beside the same matmuls. tests/model/test_mixers.py has those
+    with mixers."""
     tiled = dict(head_groups=2, tile_tokens=31, keep="x") if dtype == torch.float32 else {}
     models = trio(family, dtype, settings=tiled)
     assert_lora_trains_exactly(models, dtype, *many(dtype))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from cost_sizes import SETS
 from small_cost import PeakTracker, activity_peak, tables_of
-from small_families import FAMILIES
+from small_families import FAMILIES, MIXERS
 from small_layer import every_kth
 from small_model import CPU
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,7 +34,8 @@ from longctx.run.loading import load_config
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
 LAYERS, D, F, H, K, d, V, T = 2, 64, 96, 8, 4, 8, 32, 512
-KINDS = dict.fromkeys(kind for kind, _ in FAMILIES.values())
+KINDS = dict.fromkeys(kind for name, (kind, _) in FAMILIES.items() if name not in MIXERS)
+"""tests/model/test_mixers.py counts those with mixers."""
 NO_WINDOWS = {"layer_types": LAYERS * ["full_attention"]}
 QKV, OUT, MLP = D * (H + 2 * K) * d, H * d * D, 3 * D * F  # weights of each product of a layer
 GATE_UP = 2 * D * F

@@ -16,9 +16,11 @@ from small_families import (
     FAMILIES,
     FIRST_OF_EACH,
     KINDS_OF_LAYERS,
+    MIXERS,
     WINDOW,
     choose_by_bias_,
     family_config,
+    mix_documents_apart_,
 )
 from small_layer import (
     LADDER,
@@ -91,7 +93,7 @@ OF_A_KIND = ["fp32", "bf16, groups and tiles", "bf16, all kept"]
         *(
             (family, name)
             for family in FAMILIES
-            if family not in KINDS_OF_LAYERS + EXPERTS
+            if family not in KINDS_OF_LAYERS + EXPERTS + MIXERS
             for name in ("fp32, groups and tiles", "bf16, groups and tiles")
         ),
     ],
@@ -207,6 +209,7 @@ def test_checkpoints_and_generation_are_hugging_faces(family, tmp_path) -> None:
         tmp_path / "ours", attn_implementation=theirs
     ).train()
     keep_documents_apart(vanilla)
+    mix_documents_apart_(vanilla)
     assert type(vanilla) is type(ours)
     for (name, p), q in zip(ours.named_parameters(), vanilla.parameters(), strict=True):
         assert torch.equal(p, q), name
@@ -225,7 +228,9 @@ def test_checkpoints_and_generation_are_hugging_faces(family, tmp_path) -> None:
     assert tokens[0].shape == (1, 35) and torch.equal(*tokens)
 
 
-@pytest.mark.parametrize("family", ["olmo3", "gemma2", "cohere", "glm4_moe", "ernie4_5_moe"])
+@pytest.mark.parametrize(
+    "family", ["olmo3", "gemma2", "cohere", "glm4_moe", "ernie4_5_moe", "olmo_hybrid"]
+)
 def test_exact_states_on_the_host_train_bit_by_bit(family) -> None:
     """tests/memory/test_exact_states.py has plain layers, fused weights, and norms of q and k."""
     found = []
@@ -246,16 +251,22 @@ def test_exact_states_on_the_host_train_bit_by_bit(family) -> None:
     )
 
 
-@pytest.mark.parametrize("class_type", ["custom", "vanilla"])
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in EXPERTS])
+@pytest.mark.parametrize(
+    ("family", "class_type"),
+    [
+        *((name, "custom") for name in FAMILIES if name not in EXPERTS),
+        *((name, "vanilla") for name in FAMILIES if name not in EXPERTS + MIXERS),
+    ],
+)
 def test_the_plan_counts_the_parameters_of_the_model(family, class_type) -> None:
     """tests/model/test_cost.py has the FLOPs."""
     subject = Subject(family_config(family))
     sizes = subject.sizes(Run(model=ModelArguments(class_type=class_type)))
     model, counted = subject.model, subject.parameters
-    layer = [p.numel() for p in model.model.layers[0].parameters() if p.dim() == 2]
-    for kind in StepTable.of(sizes, Batch(1, 1)).kinds:
-        assert load(kind.forward).at("matmul") == 2 * sum(layer)
+    tables = StepTable.of(sizes, Batch(1, 1)).layers
+    for layer, table in zip(model.model.layers, tables, strict=True):
+        matrices = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+        assert load(table.forward).at("matmul") == 2 * matrices
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
     assert counted.embedding == embedding.numel()
     assert counted.head == (0 if head is embedding else head.numel())

@@ -26,6 +26,7 @@ from longctx.errors import UserError
 from longctx.model.families import FAMILIES
 from longctx.model.family import Family, part_of
 from longctx.model.forwards.base import output_class
+from longctx.model.hybrids import HYBRIDS
 from longctx.model.patch import patch_as
 from longctx.model.strangers import asks_for_router_logits, why_not_scheduled
 from longctx.options.config import TrainArguments
@@ -260,7 +261,8 @@ CAUSAL = [kind for kind in FAMILIES if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def family_strangers(model: Any, family: Family) -> Iterator[tuple[nn.Module, str, Any, str]]:
-    """(owner, name of an attribute, a value that is a stranger, what the line says)"""
+    """(owner, name of an attribute, a value that is a stranger, what the line says), of a `family`
+    as the last layer sees it"""
     owners = {"model": model.model}
     layer = model.model.layers[-1]
     for path in family.children:
@@ -274,18 +276,22 @@ def family_strangers(model: Any, family: Family) -> Iterator[tuple[nn.Module, st
         yield owner, "forward", owner.forward, f"{path}, a "
         parent = part_of(layer, path.rpartition(".")[0]) if "." in path else layer
         yield parent, name, nn.Hardtanh(), f"{path}, a "
-    attention = layer.self_attn
-    yield attention, "attention_dropout", 0.1, "attention dropout in model.layers.2.self_attn"
-    for name in ("scaling", "head_dim", "num_key_value_groups"):
-        yield attention, name, getattr(attention, name) + 1, "in model.layers.2"
-    yield attention, "is_causal", False, "attention to later tokens in model.layers.2"
+    if family.mixer:
+        yield layer, family.mixer, nn.Hardtanh(), f"{family.mixer}, a "
+    else:
+        attention = layer.self_attn
+        yield attention, "attention_dropout", 0.1, "attention dropout in model.layers.2.self_attn"
+        for name in ("scaling", "head_dim", "num_key_value_groups"):
+            yield attention, name, getattr(attention, name) + 1, "in model.layers.2"
+        yield attention, "is_causal", False, "attention to later tokens in model.layers.2"
     for path in family.norms.values():
         yield part_of(layer, path), family.norm.epsilon, 0.5, "epsilon"
 
 
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_a_stranger_of_any_family_is_found(kind: str) -> None:
-    model, family = family_model(kind), FAMILIES[kind]
+    model = family_model(kind)
+    family = FAMILIES[kind].of_layer(model.config, 2)
     patch_as(model, PatchOptions(), CPU)
     assert why_not_scheduled(model.model) is None
     for owner, name, value, says in family_strangers(model, family):
@@ -320,6 +326,7 @@ SEEN = {
 """Attributes that strangers.py compares, or that the schedule itself reads."""
 ELSEWHERE = {
     *("training", "layer_idx"),
+    *("has_experts", "block_sparse_moe"),  # Granite's, which _undeclared finds
     "has_sliding_layers",  # which masks are made, not which a layer gets
     "num_key_value_heads",  # Phi3's, beside num_key_value_groups
     "normalized_shape",  # compared as the weight's shape
@@ -339,7 +346,11 @@ ELSEWHERE = {
 def test_forwards_read_no_attribute_that_nobody_looks_at(kind: str) -> None:
     """Of these versions of transformers: a family's next setting is found when they are raised."""
     family = FAMILIES[kind]
-    known = SEEN | ELSEWHERE | {name for names in family.children.values() for name in names}
+    every = [family]
+    if family in HYBRIDS:
+        every += [family.of_layer(family_config(kind), i) for i in range(3)]
+    names = (names for one in every for names in one.children.values())
+    known = (SEEN | ELSEWHERE).union(*names)
     parts = ("Model", "DecoderLayer", family.rotary, "ForCausalLM", *family.modules.values())
     for path in [name for part in parts for name in family.known(part)] + [*family.norm_classes]:
         module, _, name = path.rpartition(".")
@@ -481,7 +492,8 @@ def test_a_base_models_output_has_the_class_that_its_own_forward_returns() -> No
     for family in FAMILIES.values():
         home = import_module(family.home)
         kind = getattr(home, family.known("Model")[0].rpartition(".")[2])
-        mixture = MoeModelOutputWithPast if family.router else BaseModelOutputWithPast
+        is_mixture = family.router or family.output == "MoeModelOutputWithPast"
+        mixture = MoeModelOutputWithPast if is_mixture else BaseModelOutputWithPast
         assert output_class(kind) is mixture
     assert (
         type(models()[1].model(packed_batch()["input_ids"], use_cache=False))

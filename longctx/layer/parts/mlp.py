@@ -197,7 +197,7 @@ class MLP(OverTiles):
                     nbytes=width * gate,
                     tensors=width,
                     spares=(Work(name="gate up", flops=gate_up),),
-                    needs=frozenset({"o"} if kind.parallel else {"o", "h"}),
+                    needs=frozenset({"o", "h"}),
                     of_tiles=True,
                 ),
                 *([z] if kind.post_norms else []),

@@ -1,10 +1,10 @@
 """What the schedule asks of a layer's parts. There are two roles, and a layer has at most one part
 of each; the classes here are the parts of a layer that lacks the role.
 
-`OverRow`, as attention: it needs all tokens of a row, so it begins before the tiles and ends after
-them. `OverTiles`, as the MLP: all that it does for a token needs this token alone. One loop over
-tiles runs the end of the first part and all of the second, so that h, between them, exists for one
-tile only.
+`OverRow`, as attention or a mixer: it needs all tokens of a row, so it begins before the tiles and
+ends after them. `OverTiles`, as the MLP: all that it does for a token needs this token alone. One
+loop over tiles runs the end of the first part and all of the second, so that h, between them,
+exists for one tile only.
 
 A part is made once in forward and once in backward, and then has what forward kept, by name. It
 hands what it keeps to `Pass.keep`, and its parameters' gradients to `Pass.grads`.

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from longctx.layer.parts.attention import SelfAttention
 from longctx.layer.parts.experts import Experts
+from longctx.layer.parts.mixer import Mixer
 from longctx.layer.parts.mlp import MLP
 from longctx.layer.parts.protocol import OverRow, OverTiles, Part
 from longctx.layer.passes import Blocks
 
-PARTS: dict[str, type[Part]] = {"attention": SelfAttention, "experts": Experts, "mlp": MLP}
+PARTS: dict[str, type[Part]] = {
+    "attention": SelfAttention,
+    "mixer": Mixer,
+    "mlp": MLP,
+    "experts": Experts,
+}
 
 
 def parts_of(blocks: Blocks) -> tuple[type[OverRow], type[OverTiles]]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from transformers import modeling_outputs
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput, can_return_tuple
 
 from longctx.attention.documents import Documents, Parents
 from longctx.errors import UserError
 from longctx.model.caller import Caller
-from longctx.model.families import known_family
+from longctx.model.families import family_of_class, known_family, mixes
 from longctx.model.forwards.said import HF_LAYERS, check_untraced, decline, known_runtime, untraced
 from longctx.model.forwards.scheduled import Deepstack, scheduled_forward
 from longctx.model.hidden_states import NAME as HIDDEN_STATES
@@ -81,6 +82,8 @@ def base_forward(
     if reason is None and attention_mask is not None and parents is None:
         read = caller.may_read_padding()
         padding, reason = padding_of(self, attention_mask, read=read)
+    if padding is not None and reason is None and mixes(self.config):
+        reason = "padding that may be read, beside mixers"
     if reason is None:
         positions = positions_of(position_ids, known_family(self).position_rows)
         reason = _why_not_positions(positions, position_ids, parents, runtime)
@@ -122,6 +125,7 @@ def base_forward(
     if caller.balances:
         inputs["output_router_logits"] = True
     if attention_mask is None and reason != _CACHE:
+        _check_apart(self, inputs, bounds, reason)
         inputs["position_ids"] = four_rows(self, _restarting(inputs, bounds))
         inputs = with_masks(self, inputs)
     return type(self).forward(self, **inputs)
@@ -160,12 +164,28 @@ def _restarting(inputs: dict[str, Any], bounds: Tensor | None) -> Any:
     return found.position_ids().view(shape)
 
 
+def _check_apart(base: Any, inputs: dict[str, Any], bounds: Tensor | None, reason: str) -> None:
+    """Raises UserError if Hugging Face's mixers would hand the state of a document on to the next
+    one in its row."""
+    positions = _restarting(inputs, bounds)
+    if positions is None or not mixes(base.config):
+        return
+    if (positions.diff(dim=-1) != 1).any():
+        raise UserError(
+            "Hugging Face's mixers would join the documents of a packed row, and the schedule does "
+            f"not run calls with {reason}: pass one document a row"
+        )
+
+
 @functools.cache
 def output_class(
     kind: Any, default: type[ModelOutput] = BaseModelOutputWithPast
 ) -> type[ModelOutput]:
     """Returns the class that a model's own forward says it returns: what its caller reads, as
     `router_logits` or `image_hidden_states`, is an attribute of it."""
+    family = family_of_class(kind)
+    if family is not None and family.output and kind.__name__ == family.prefix + family.base:
+        return cast(type[ModelOutput], getattr(modeling_outputs, family.output))
     said = inspect.signature(kind.forward).return_annotation
     for found in (said, *get_args(said)):  # some say that it may also be a tuple
         if isinstance(found, type) and issubclass(found, ModelOutput):

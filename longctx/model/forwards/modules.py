@@ -23,6 +23,7 @@ from longctx.model.adapters import with_adapters
 from longctx.model.families import family_of, layer_adapters, layer_weights
 from longctx.model.family import Family
 from longctx.model.forwards.said import untraced
+from longctx.model.mixers import mixer_of
 from longctx.model.stand_ins import dense_experts
 from longctx.model.strangers import gathers_weights
 
@@ -45,7 +46,8 @@ def layer_forward(
     weights, adapters = layer_weights(self, family), layer_adapters(self, family)
     given = with_adapters(weights, adapters, layers_above, lambda: schedule.seed)
     bring = partial(_bring, self)
-    return scheduled_layer(hidden_states, schedule, layers_above, *given, bring, added)
+    mixes = mixer_of(self, family)
+    return scheduled_layer(hidden_states, schedule, layers_above, *given, bring, added, mixes)
 
 
 def _bring(layer: Any, above: int) -> None:

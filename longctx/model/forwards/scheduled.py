@@ -21,12 +21,14 @@ from longctx.model.families import (
     known_family,
     layer_adapters,
     layers_of,
+    mixes,
     query_scale,
     rotary_embeddings,
 )
 from longctx.model.forwards.said import known_runtime, say
 from longctx.model.graphs import graphed
 from longctx.model.look import look
+from longctx.model.mixers import why_slow
 from longctx.model.parents import check_positions
 from longctx.model.positions import Positions
 from longctx.model.read_padding import COMPUTED, ComputedPadding, with_means
@@ -63,6 +65,8 @@ def scheduled_forward(
     B, S, D = x.shape
     runtime.follow(x, _compute_dtype(x), base.config)
     runtime.begin_pass()
+    if mixes(base.config) and (slow := why_slow(base, x.device)):
+        say(runtime, slow)
     if (multiplier := embedding_multiplier(base)) != 1.0:
         x = x * multiplier
     rope, documents, real = _positions(base, x, positions, attention_mask, bounds, parents, padding)

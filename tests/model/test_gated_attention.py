@@ -1,4 +1,4 @@
-"""Models whose layers mix tokens in several ways: what runs of them, and what is refused."""
+"""A gate of attention's output, in whole models: Qwen3.5's layers of full attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from small_families import SIZES, family_config
 from small_layer import assert_trains_exactly, batch, cast, gradients
 from test_every_family import trio
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import longctx
 from exactness import DEVICE
@@ -20,41 +20,28 @@ from longctx.errors import UserError
 from longctx.model.families import FAMILIES, family_of
 from longctx.model.patch import patch_as
 from longctx.model.strangers import why_not_scheduled
-from longctx.options.config import ModelArguments
 from longctx.options.model import PatchOptions
-from longctx.run.loading import load_config
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
-GDN = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8)
-GDN |= dict(linear_value_head_dim=8, head_dim=16)
-SAYS = "its layers of linear attention, and its images, are not supported yet"
 
 
-def hybrid(kind: str = "qwen3_5_text") -> Any:
-    """A configuration with two layers of linear attention and one of full attention."""
-    types = ["linear_attention", "linear_attention", "full_attention"]
-    sizes = SIZES | GDN | dict(layer_types=types)
-    return AutoConfig.for_model(kind, **({"text_config": sizes} if kind == "qwen3_5" else sizes))
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5"])
-def test_linear_attention_is_refused_in_a_line(kind: str, tmp_path: Path) -> None:
-    config = hybrid(kind)
-    config.save_pretrained(tmp_path)
-    args = ModelArguments(model_name_or_path=str(tmp_path), seq_len=64)
-    with pytest.raises(UserError, match=f"no family for '{kind}': {SAYS}"):
-        load_config(args, vocab_size=211)
-    config.get_text_config().layer_types = 3 * ["full_attention"]
-    assert family_of(config) is (None if kind == "qwen3_5" else FAMILIES[kind])
-    load_config(ModelArguments(**vars(args) | {"class_type": "vanilla"}), vocab_size=211)
-    with pytest.raises(UserError, match=f"no family for Qwen3_5ForCausalLM: {SAYS}"):
-        longctx.patch(AutoModelForCausalLM.from_config(hybrid()))
+def test_a_checkpoint_with_images_trains_its_text_model(tmp_path: Path) -> None:
+    """AutoModelForCausalLM makes a text model of the whole model's configuration; the whole model,
+    which sees images, is refused in a line."""
+    text = family_config("qwen3_5_text").to_dict()
+    vision = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2)
+    vision |= dict(out_hidden_size=SIZES["hidden_size"])
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
+    assert family_of(config) is FAMILIES["qwen3_5_text"]
+    longctx.patch(AutoModelForCausalLM.from_config(config), strict=True)
+    with pytest.raises(UserError, match="its images are not supported yet"):
+        longctx.patch(AutoModelForImageTextToText.from_config(config))
 
 
 def test_a_layer_that_was_turned_into_another_kind() -> None:
     ours = trio("qwen3_5_text", torch.float32)[2]
     ours.model.layers[1].block_type = "linear_attention"
-    assert "of another kind than full" in str(why_not_scheduled(ours.model))
+    assert "of another kind than in the configuration" in str(why_not_scheduled(ours.model))
 
 
 @pytest.mark.parametrize("rows", [3, 4])

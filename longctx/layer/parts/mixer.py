@@ -1,0 +1,328 @@
+"""A mixer's residual block, and its cost: a module of the model's own in the place of attention, as
+Gated DeltaNet, Mamba 2 or a short convolution.
+
+    n1 = rms_norm(x)              z, s = module(n1, s)              h = x + r z         (T, D)
+
+The module runs as transformers and PEFT have it, with the parameters that it is given, over one
+segment of tokens after the other (segments.py). s is the state that it hands from one segment to
+the next. Forward has no graph, writes z, and keeps the states with which segments begin. Backward
+runs after the MLP's has turned dy into dh, the last segment first:
+
+    per segment   run the module again, with a graph; dn1, ds at its beginning and the parameters'
+                  gradients, from r dh and from ds at its end; dx = dh + rms_norm'(x, dn1)
+
+So there is never more than one segment's graph, whatever the row's length: 2.2 GiB instead of 35
+for 262144 tokens of Qwen3.5-9B. Gradients of parameters are summed over segments in fp32 and
+rounded once. Without z, which the MLP's backward needs to make h again, forward runs once more.
+
+The letters are those of layer/__init__.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from longctx.cost.dims import LayerKind, Mixed
+from longctx.cost.sizes import Batch, Sizes
+from longctx.cost.table import INPUT, Buffer, Keepable, Table, Work
+from longctx.kernels.annotate import annotated, each
+from longctx.layer import segments as cutting
+from longctx.layer.parts.norms import Norm
+from longctx.layer.parts.protocol import NOTHING, Kept, OverRow
+from longctx.layer.passes import Pass
+from longctx.layer.segments import Segment, kept_states
+from longctx.layer.weights import MIXER
+
+State = tuple[Tensor, ...]
+"""What a mixer hands on from token to token, (rows, ...) each; empty where a document begins."""
+
+
+class Mixes(Protocol):
+    """A model's module, as this part calls it."""
+
+    @property
+    def drops(self) -> bool:
+        """Whether something in it draws random numbers: the dropout of an adapter."""
+
+    def __call__(
+        self,
+        n: Tensor,  # (rows, t, D)
+        begin: State,
+        parameters: Mapping[str, Tensor],
+    ) -> tuple[Tensor, State]:  # (rows, t, D), the state behind the last token
+        """Runs the module with these parameters, by their names in it."""
+
+
+class Mixer(OverRow):
+    """The block in one pass. `kept` has z (T, D), under the name "o", and the states, if forward
+    keeps them."""
+
+    def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
+        assert p.mixes is not None
+        self._pass, self._mixes, self._cut = p, p.mixes, p.schedule.segments
+        self._norm = Norm(p, "norm1")
+        self._parameters = p.weights.of_mixer
+        self._kept_states = kept_states(self._cut)
+        self._z: Tensor | None = kept.get("o")  # (T, D)
+        self._states = [kept[name] for name in _names(kept)]
+        """All states with which segments begin, (segments, ...) each."""
+
+    # --- forward ---------------------------------------------------------------------------
+
+    def normed(self, x: Tensor) -> Tensor:  # (t, D) -> (t, D)
+        """Returns n1, which an MLP beside the mixer reads, too."""
+        return self._norm.forward(x).to(self._pass.schedule.dtype)
+
+    def begin(self, x: Tensor) -> None:  # (T, D)
+        """Computes z and the states, and keeps them if they are to be kept."""
+        self._forward(x)
+        if self._pass.keeps("o"):
+            assert self._z is not None
+            states = {f"state{i}": state for i, state in enumerate(self._states)}
+            self._pass.keep("o", {"o": self._z, **states}, whole=[*states])
+
+    @annotated("mixer")
+    def _forward(self, x: Tensor) -> None:  # (T, D)
+        ends: dict[int, State] = {}
+
+        def run(i: int, segment: Segment) -> None:
+            n1 = segment.batch(self._norm.forward(segment.read(x)))
+            begin = () if segment.begins is None else ends[segment.begins]
+            z, end = self._called(i, n1, begin, self._parameters)
+            if self._z is None:
+                self._z = z.new_empty(x.shape)
+            segment.write(self._z, segment.unbatch(z))
+            if i in self._kept_states:
+                ends[i] = end
+
+        self._z = None
+        for i, segment in enumerate(each("segment", self._cut)):
+            run(i, segment)
+        made = [ends[i] for i in self._kept_states]
+        self._states = [torch.cat(states) for states in zip(*made, strict=True)]
+
+    def _called(
+        self, i: int, n1: Tensor, begin: State, parameters: Mapping[str, Tensor]
+    ) -> tuple[Tensor, State]:
+        """Runs the module over segment i. A state (1, ...) is the beginning of every row."""
+        s, kind = self._pass.schedule, n1.device.type
+        begin = tuple(state.expand(len(n1), *state.shape[1:]) for state in begin)
+        # Each segment has random numbers of its own, the same ones whenever it runs.
+        seed = hash((s.seed, self._pass.layer, i)) if self._mixes.drops else None
+        # In autocast n1 is fp32 as the weights are, and the module casts as in their layers.
+        with torch.autocast(kind, s.dtype, enabled=n1.dtype != s.dtype), _seeded(n1.device, seed):
+            return self._mixes(n1, begin, parameters)
+
+    def output(self, x: Tensor, tile: slice) -> Tensor:
+        """Returns h of a tile, (t, D)."""
+        assert self._z is not None
+        z, scale = self._z[tile], self._pass.traits.residual
+        return x[tile] + (z if scale == 1.0 else z * scale)
+
+    # --- backward --------------------------------------------------------------------------
+
+    def again(self, x: Tensor) -> None:
+        """Makes ready z and the states, kept or else recomputed from all of x."""
+        if self._z is None:
+            for tile in self._pass.schedule.tiles(len(x)):
+                self._pass.schedule.store.wait(tile)
+            self._forward(x)
+
+    def output_backward(
+        self, dh: Tensor, held: Tensor | None, tile: slice, *, goes_on: bool
+    ) -> None:
+        self._pass.retire(tile, "o")  # z is read no more
+
+    def reaches(self, wants_dx: bool) -> bool:
+        return wants_dx or self._pass.grads.wanted("norm1", MIXER)
+
+    @annotated("mixer")
+    def backward_(self, dh: Tensor, x: Tensor, dn: Tensor | None, wants_dx: bool) -> None:
+        grads, self._z = self._pass.grads, None
+        sums = _Sums(grads.wants, self._parameters, len(self._cut))
+        d_ends: dict[int, list[Tensor]] = {}
+
+        def run(i: int, segment: Segment) -> None:
+            read = segment.read(x)
+            n1 = segment.batch(self._norm.forward(read)).requires_grad_()
+            begin = [state.requires_grad_() for state in self._begin(segment)]
+            d_end = d_ends.pop(i, None) or []
+            with torch.enable_grad():
+                # A view: counters of FLOPs put hooks on a module's input, and torch allows none on
+                # leaves while a gradient is computed.
+                z, end = self._called(i, n1.view_as(n1), tuple(begin), sums.leaves)
+            own = segment.read(dh)
+            dz = own if (scale := self._pass.traits.residual) == 1.0 else own * scale
+            wanted = [n1, *begin, *sums.trained]
+            d_out = [segment.batch(dz.to(z.dtype)), *d_end]
+            made = [z, *end][: len(d_out)]  # nobody may begin with this segment's end
+            dn1, *found = torch.autograd.grad(made, wanted, d_out, allow_unused=True)
+            d_begin, of_parameters = found[: len(begin)], found[len(begin) :]
+            if segment.begins is not None:
+                _add_to(d_ends, segment.begins, begin, d_begin)
+            sums.add(of_parameters)
+            if wants_dx or self._norm.trained:
+                dn1 = segment.unbatch(dn1).to(x.dtype)
+                dn1 = dn1 if dn is None else dn1 + segment.read(dn)
+                self._norm.backward(dn1, read, onto=own, out=own)
+                if segment.places is not None:  # else it is a view of dh
+                    segment.write(dh, own)
+
+        tiles = self._pass.schedule.tiles(len(x))
+        lasts = _last_uses(tiles, self._cut)
+        for i, segment in each("segment", reversed([*enumerate(self._cut)])):
+            run(i, segment)
+            # What the last segment leaves comes up when the layer below begins, so that the link
+            # stays free between two layers (memory/store.py). The states stay: a tile that is not
+            # needed any more says nothing of them.
+            for tile, last in zip(tiles, lasts, strict=True):
+                if i and last == i:
+                    self._pass.retire(tile, INPUT)
+        self._norm.finish()
+        for name, grad in sums.finish():
+            grads.put(name, grad)
+
+    def _begin(self, segment: Segment) -> list[Tensor]:  # (1, ...) each
+        """Returns copies of the state with which a segment begins, as leaves of its graph."""
+        if segment.begins is None:
+            return []
+        at = self._kept_states.index(segment.begins)
+        return [states[at : at + 1].detach() for states in self._states]
+
+    # --- what it costs ---------------------------------------------------------------------
+
+    @staticmethod
+    def cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
+        """The cost of this block in one layer."""
+        assert kind.mixer is not None
+        tokens, unit = batch.tokens, s.unit(batch.tokens)
+        mixed, itemsize = kind.mixer, s.itemsize
+        made = tokens * mixed.columns * itemsize
+        flops = 2 * tokens * mixed.parameters
+        forward = Work(name="mixer", flops=flops, nbytes=int(FORWARD * made) + 3 * unit)
+        z = tokens * s.hidden * itemsize
+        # However long the documents are: one of L tokens keeps ceil(L / segment) - 1 states.
+        states = (tokens - 1) // cutting.SEGMENT_TOKENS
+        trained = 2 * tokens * min(mixed.trained, mixed.parameters)
+        return Table(
+            forward=(forward,),
+            backward=(
+                # With a graph: forward once more, then the gradients of inputs and of weights.
+                Work(name="mixer", flops=flops, nbytes=int(FORWARD * made)),
+                Work(
+                    name="mixer's gradients",
+                    flops=flops + trained,
+                    nbytes=int(BACKWARD * made) + 4 * unit,
+                    finishing=True,
+                ),
+            ),
+            keepables=(
+                Keepable(name="x", nbytes=unit, word="x", always=True, read_first=True),
+                Keepable(
+                    name="o",
+                    nbytes=z + states * mixed.state_bytes,
+                    tensors=1 + 2 * (states > 0),
+                    spares=(forward,),
+                    word="o",
+                    read_first=True,
+                    buffered=True,
+                ),
+            ),
+            buffers=_buffers(s, mixed, tokens),
+        )
+
+
+FORWARD, BACKWARD = 6.7, 13.7
+"""What a Gated DeltaNet reads and writes forward and backward, in elements of `Mixed.columns`. Of
+Qwen3.5-9B's, which has 16448 columns, 27 and 55 tensors of 4096 elements a token were counted. No
+GPU has measured them."""
+
+
+def _buffers(s: Sizes, mixed: Mixed, tokens: int) -> tuple[Buffer, ...]:
+    """Buffers of a mixer. Forward has a segment's tensors, of which half as many are there at a
+    time as its graph holds. Backward has a segment's graph, n1 and its gradient, and the trained
+    parameters' gradients: their sums in fp32, and one segment's."""
+    rows = min(tokens, cutting.SEGMENT_TOKENS)
+    graph, narrow = (rows * n * s.itemsize for n in (int(mixed.graph * mixed.columns), s.hidden))
+    segmented = tokens > rows
+
+    def back(name: str, nbytes: int) -> Buffer:
+        return Buffer(name=name, nbytes=nbytes, during="mixer backward")
+
+    return (
+        Buffer(name="a mixer's segment", nbytes=graph // 2 + narrow, during="mixer forward"),
+        back("dy", s.unit(tokens)),
+        back("a mixer's graph", graph + 3 * narrow),
+        back("a mixer's gradients", mixed.trained * (s.itemsize + 4 * segmented)),
+    )
+
+
+class _Sums:
+    """The gradients of a mixer's trained parameters, summed over segments in fp32."""
+
+    def __init__(
+        self, wants: Callable[[str], bool], parameters: Mapping[str, Tensor], segments: int
+    ) -> None:
+        self._names = [name for name in parameters if wants(f"{MIXER}.{name}")]
+        own = {name: parameters[name].detach().requires_grad_() for name in self._names}
+        self.leaves = {**parameters, **own}
+        """The parameters with which a segment runs: hooks of the model's own see no gradient
+        before it is complete."""
+        self.trained = [*own.values()]
+        self._sums: dict[str, Tensor] = {}
+        self._rounds_once = segments == 1
+
+    def add(self, grads: Iterable[Tensor | None]) -> None:
+        """Adds the gradients that one segment gives, in the order of `trained`."""
+        for name, grad in zip(self._names, grads, strict=True):
+            if grad is not None and name in self._sums:
+                self._sums[name].add_(grad)
+            elif grad is not None:
+                self._sums[name] = grad if self._rounds_once else grad.float()
+
+    def finish(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the sums by the names of the layer's parameters, and lets each go."""
+        for name in self._names:
+            if name in self._sums:
+                yield f"{MIXER}.{name}", self._sums.pop(name)
+
+
+def _names(kept: Kept) -> list[str]:
+    """Returns the names of the kept states, in their order."""
+    return sorted(name for name in kept if name.startswith("state"))
+
+
+def _add_to(
+    d_ends: dict[int, list[Tensor]], i: int, begin: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> None:
+    """Adds gradients of the state with which a segment begins to those of segment i's end."""
+    found = [torch.zeros_like(s) if g is None else g for s, g in zip(begin, grads, strict=True)]
+    before = d_ends.get(i)
+    d_ends[i] = found if before is None else [a + b for a, b in zip(before, found, strict=True)]
+
+
+def _last_uses(tiles: Sequence[slice], cut: Sequence[Segment]) -> list[int]:
+    """Returns for each tile the first segment that reads some of it: backward's last one."""
+    found = [len(cut)] * len(tiles)
+    tokens = tiles[0].stop if tiles else 1
+    for i, segment in enumerate(cut):
+        for row in segment.rows:
+            for at in range(row.start // tokens, -(-row.stop // tokens)):
+                found[at] = min(found[at], i)
+    return found
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int | None) -> Iterator[None]:
+    """A context whose random numbers begin with this seed, if there is one."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed % 2**63)
+        yield

@@ -1,0 +1,157 @@
+"""Runs a model's mixers, as Gated DeltaNet or Mamba 2, for the schedule (layer/parts/mixer.py).
+
+transformers' mixers read the state behind earlier tokens from a cache, and write theirs to it:
+`Carried` stands in for that cache for one call of one module. Its tensors are those of the graph,
+so that gradients reach earlier segments, and nothing is written in place. It has the methods that
+transformers 5.17 to 5.23 ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from longctx.layer.parts.mixer import State
+from longctx.model.families import layers_of
+from longctx.model.family import Family, part_of
+from longctx.safety.packages import pip_install
+from longctx.safety.system import installed
+
+
+@dataclass(frozen=True, eq=False)
+class ModelsMixer:
+    """A module of a model as `Mixes` in layer/parts/mixer.py. It runs with all of its submodules
+    and their hooks, adapters among them."""
+
+    module: nn.Module
+    cache: str
+    """The name under which its forward takes transformers' cache."""
+
+    @property
+    def drops(self) -> bool:
+        return self.module.training and any(
+            type(module) is nn.Dropout and module.p > 0 for module in self.module.modules()
+        )
+
+    def __call__(
+        self,
+        n: Tensor,  # (rows, t, D)
+        begin: State,
+        parameters: Mapping[str, Tensor],
+    ) -> tuple[Tensor, State]:
+        carried = Carried(begin)
+        how = {"hidden_states": n, self.cache: carried}
+        z: Tensor = functional_call(self.module, dict(parameters), (), how)
+        return z, carried.end
+
+
+class Carried:
+    """The state of one mixer before a call, and behind its last token: the last inputs of its
+    convolution (rows, C, K - 1) and, if it has a recurrence, that one's state."""
+
+    record_past = True
+    """Keeps the convolution from the path of a generated token, which writes its state in place."""
+
+    def __init__(self, begin: State) -> None:
+        self._begin = begin
+        self._convolved: list[Tensor] = []
+        self._recurrent: list[Tensor] = []
+
+    @property
+    def end(self) -> State:
+        return (*self._convolved, *self._recurrent)
+
+    def update_conv_state(
+        self, x: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int, **_: Any
+    ) -> Tensor:  # (rows, C, t) -> (rows, C, K - 1 + t), or (rows, C, t) at the beginning
+        """Returns what the convolution is to read, and takes its last K - 1 inputs."""
+        reach = conv_kernel_size - 1
+        if self._begin:
+            x = torch.cat([self._begin[0].to(x.dtype), x], dim=-1)
+        padded = nn.functional.pad(x, (max(0, reach - x.shape[-1]), 0))
+        # A copy: a view would hold all of a segment's inputs until the row is over.
+        self._convolved.append(padded[..., padded.shape[-1] - reach :].clone())
+        return x
+
+    def update_recurrent_state(self, state: Tensor, layer_idx: int, **_: Any) -> Tensor:
+        self._recurrent.append(state)
+        return state
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._begin[0] if self._begin else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._begin[1] if len(self._begin) > 1 else None
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return self.record_past
+
+    # --- what transformers before 5.18 asks for ---------------------------------------------
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return bool(self._begin)
+
+    @property
+    def layers(self) -> Any:
+        return _Every(self)
+
+    @property
+    def conv_states(self) -> list[Tensor | None]:
+        return [self.get_conv_state(0)]
+
+    @property
+    def recurrent_states(self) -> list[Tensor | None]:
+        return [self.get_recurrent_state(0)]
+
+
+class _Every:
+    """The layers of a cache whose every layer is this one."""
+
+    def __init__(self, layer: Carried) -> None:
+        self._layer = layer
+
+    def __getitem__(self, i: int) -> Carried:
+        return self._layer
+
+
+def mixer_of(layer: Any, family: Family) -> ModelsMixer | None:
+    """Returns a layer's mixer; None if the layer has none. `family` is that of the layer."""
+    if not family.mixer:
+        return None
+    return ModelsMixer(part_of(layer, family.mixer), family.mixer_cache)
+
+
+_KERNELS = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}
+"""The packages that have kernels for mixers, by what is imported of them."""
+
+
+WITH_KERNELS, IN_TORCH = 4.3, 11.3
+"""What autograd saves of a Gated DeltaNet, in elements of the columns of its linear layers
+(`Mixed.columns`): with a function in the place of flash-linear-attention's that saves its inputs
+and a matrix of each chunk, and with transformers' code in torch. Both were counted on a CPU with
+the dimensions of Qwen3.5-9B (tests/layer/test_mixer.py)."""
+
+
+def graph_of(family: Family) -> float:
+    """Returns what the graph of a family's mixers holds, with the kernels that are installed here,
+    in elements of `Mixed.columns`."""
+    name = family.mixer_package
+    return WITH_KERNELS if not name or installed(name) else IN_TORCH
+
+
+def why_slow(base: Any, device: torch.device) -> str | None:
+    """Returns a line if transformers' own code runs a model's mixers on a GPU, since the package
+    with their kernels is not installed."""
+    modules = {family.mixer_package for _, family in layers_of(base) if family.mixer}
+    lacking = [_KERNELS[name] for name in sorted(modules) if name and not installed(name)]
+    if device.type != "cuda" or not lacking:
+        return None
+    return (
+        f"mixers run without kernels of their own, in torch's: {', '.join(lacking)} is not "
+        f"installed ({pip_install(*lacking)})"
+    )
