@@ -319,7 +319,7 @@ class Kernel(torch.autograd.Function):
 
 @pytest.mark.parametrize("graph", [WITH_KERNELS, IN_TORCH])
 def test_what_a_graph_holds(monkeypatch, graph) -> None:
-    """An eighth of the heads of Qwen3.5-9B, in bf16."""
+    """An eighth of the heads of Qwen3.5-9B, in bf16. The plan takes the most of all versions."""
     home = import_module("transformers.models.qwen3_5.modeling_qwen3_5")
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, *, initial_state: Tensor, **given: Any) -> Any:
@@ -346,7 +346,7 @@ def test_what_a_graph_holds(monkeypatch, graph) -> None:
     own = {p.untyped_storage().data_ptr() for p in parameters.values()}
     held = sum(nbytes for place, nbytes in saved.items() if place not in own)
     columns = sum(len(p) for p in parameters.values() if p.dim() == 2)
-    assert held / (2 * n.shape[1] * columns) == pytest.approx(graph, rel=0.03)
+    assert 0.88 * graph <= held / (2 * n.shape[1] * columns) <= 1.01 * graph
 
 
 # --- the cut into segments -------------------------------------------------------------------
