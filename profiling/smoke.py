@@ -195,6 +195,8 @@ def _class_types(inputs: Inputs) -> Iterator[Case]:
         command = (*TRAIN, *words, *BUDGET, *inputs.at(preset))
         yield Case(name=preset, commands=(command,), prints=(SCHEDULE,))
     yield from _experts(inputs)
+    yield from _hybrids(inputs)
+    yield from _any_model(inputs)
     command = (*TRAIN, "--model_name_or_path", inputs.base, "--seq_len", "4096", "--max_steps", "2")
     command = (*command, *NO_SAVES, *BUDGET, *inputs.at("from_folder"))
     yield Case(name="from_folder", commands=(command,), prints=(SCHEDULE,))
@@ -231,17 +233,35 @@ def _experts(inputs: Inputs) -> Iterator[Case]:
         commands=((*TRAIN, *moe, *own), again),
         prints=(SCHEDULE, "routers are frozen"),
     )
-    hybrid = ("--preset", "tiny-hybrid", "--seq_len", "40000", "--max_steps", "3")
-    for name, words in {"hybrid": (), "hybrid_lora": LORA}.items():
-        command = (*TRAIN, *hybrid, *words, *inputs.at(name))
-        yield Case(name=name, commands=(command,), prints=(SCHEDULE,))
-    words = "--preset qwen3.5-9b --seq_len 16384 --max_steps 2 --lora_r 16".split()
-    command = (*TRAIN, *words, *NO_SAVES, *BUDGET, *inputs.at("qwen3.5-9b"))
-    yield Case(name="qwen3.5-9b", commands=(command,), prints=(SCHEDULE,))
     for preset in ("olmoe-1b-7b", "qwen1.5-moe-a2.7b", "ernie-4.5-21b-a3b"):
         words = f"--preset {preset} --seq_len 4096 --max_steps 2 --lora_r 16".split()
         command = (*TRAIN, *words, *NO_SAVES, *BUDGET, *inputs.at(preset))
         yield Case(name=preset, commands=(command,), prints=(SCHEDULE, "routers are frozen"))
+
+
+def _hybrids(inputs: Inputs) -> Iterator[Case]:
+    """Mixers in segments: tiny, and one of published size with adapters."""
+    tiny = ("--preset", "tiny-hybrid", "--seq_len", "40000", "--max_steps", "3")
+    for name, words in {"hybrid": (), "hybrid_lora": LORA}.items():
+        command = (*TRAIN, *tiny, *words, *inputs.at(name))
+        yield Case(name=name, commands=(command,), prints=(SCHEDULE,))
+    words = tuple("--preset qwen3.5-9b --seq_len 16384 --max_steps 2 --lora_r 16".split())
+    command = (*TRAIN, *words, *NO_SAVES, *BUDGET, *inputs.at("qwen3.5-9b"))
+    yield Case(name="qwen3.5-9b", commands=(command,), prints=(SCHEDULE,))
+
+
+def _any_model(inputs: Inputs) -> Iterator[Case]:
+    """Hugging Face's layers as checkpoints of ours, whose inputs wait on the host."""
+    words = ("--class_type", "any", "--offload_activations", "all")
+    own = "checkpointed layers of Hugging Face's, our attention, lm_head"
+    runs = {
+        "any": SMALL,
+        "any_lora": (*TINY, *LORA),
+        "any_gpt_oss": ("--preset", "tiny-gpt-oss", *TINY[2:]),
+    }
+    for name, more in runs.items():
+        command = (*TRAIN, *more, *words, *inputs.at(name))
+        yield Case(name=name, commands=(command,), prints=(own,), vanilla=True)
 
 
 def _memory(inputs: Inputs) -> Iterator[Case]:

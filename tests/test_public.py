@@ -54,7 +54,7 @@ def test_patch_has_the_options_and_defaults_of_train() -> None:
     shown = inspect.signature(longctx.patch).parameters
     options["parts"] = "schedule"  # None there, where Liger-Kernel has no schedule
     assert {name: shown[name].default for name in OPTIONS} == {n: options[n] for n in OPTIONS}
-    assert shown.keys() == {"model", "strict", *OPTIONS, "unknown"}
+    assert shown.keys() == {"model", "any_model", "strict", *OPTIONS, "unknown"}
 
 
 def test_linear_kl_has_the_options_of_linear_jsd() -> None:

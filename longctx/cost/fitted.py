@@ -131,3 +131,4 @@ PEERS = {
     "liger": Peer(works=(4, 5), moves=(36, 3), more=0.4),
 }
 """By --class_type."""
+PEERS["any"] = PEERS["vanilla"]  # the same layers

@@ -27,7 +27,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 from longctx.engines.builds import build_one_at_a_time
-from longctx.engines.collectives import become_one_process, gathered_bytes, whole_numel
+from longctx.engines.collectives import (
+    become_one_process,
+    gathered_bytes,
+    layers_of,
+    whole_numel,
+)
 from longctx.engines.layout import Layout, moments_bytes, zero_layout
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError
@@ -164,8 +169,7 @@ class DeepSpeed(Engine):
         if self._stage == 3:  # or `final/` would hold no model
             zero["stage3_gather_16bit_weights_on_model_save"] = True
         if zero.get("stage3_prefetch_bucket_size") == "auto":  # one layer ahead
-            model: Any = trainer.model
-            layer = model.get_decoder().layers[0].parameters()
+            layer = layers_of(trainer.model)[0].parameters()
             zero["stage3_prefetch_bucket_size"] = sum(map(whole_numel, layer))
         if self.adapters and "bf16" in config:
             config["bf16"]["enabled"] = False

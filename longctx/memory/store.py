@@ -340,6 +340,24 @@ class ActivationStore:
             self._reader, self._buffers = None, {}
         saved.entries = {}
 
+    def fetch(self, saved: Saved) -> Tensor:
+        """Returns a layer's input where nothing else of the layer is kept, for whoever asks once
+        and holds it through the layer's backward. The layer below's starts on its way up meanwhile,
+        into a buffer of its own."""
+        whole = slice(0, None)
+        x = self.load(saved, [whole])[INPUT]
+        self.wait(whole)
+        self.finish(saved)
+        alive = self._alive()
+        below = alive[-1] if alive and self._filled is None else None
+        if below is not None and below.hosted:
+            self._fill_begin(below, homes={})
+            for name, entry in below.hosted.items():
+                made = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
+                self._next[name] = made
+            self._fill(below, whole, below.hosted)
+        return x
+
     def _watched(self, saved: Saved) -> weakref.ref[Saved]:
         """A reference by which the store learns that a graph was dropped before its backward was
         over: memory ran out, or another layer came next than the one below."""

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longctx.memory.states import BlockSpec, Part
 from longctx.model.adapters import expert_adapters, inside_peft
@@ -139,9 +140,20 @@ def _owners(module: nn.Module) -> list[nn.Module]:
 
 
 def decoder_layers(model: Any) -> Iterable[nn.Module]:
-    """Returns the decoder's `layers`; empty for a model that has no such list."""
+    """Returns the decoder's `layers`, or else the modules that transformers would checkpoint, under
+    whatever name (GPT-2's `h`, MPT's `blocks`); empty for a model that has neither."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    return getattr(decoder, "layers", None) or nn.ModuleList()
+    if found := getattr(decoder, "layers", None):
+        return found
+    inside = [] if decoder is None else _checkpointed(decoder)
+    return nn.ModuleList(inside or _checkpointed(model))
+
+
+def _checkpointed(module: nn.Module) -> list[nn.Module]:
+    """Returns the outermost layers that transformers would checkpoint, in their order."""
+    if isinstance(module, GradientCheckpointingLayer):
+        return [module]
+    return [layer for child in module.children() for layer in _checkpointed(child)]
 
 
 def scales(parameter: Any) -> list[Part]:

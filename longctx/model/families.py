@@ -393,9 +393,9 @@ def not_known(what: str, scored: bool = False) -> str:
     """Returns the line that refuses a model of no family here. `what` names its class or type;
     `scored` says that a task asks it for more than the loss of labels."""
     why = next((f": {why}" for name, why in _NOT_YET.items() if name in what.lower()), "")
-    remedy = "Any model trains unpatched (--class_type vanilla)"
+    remedy = "Any model trains in Hugging Face's layers (--class_type any, any_model=True)"
     if scored:
-        remedy = "Of any other model --class_type vanilla trains --task sft"
+        remedy = "Of any other model --class_type any trains --task sft"
     return (
         f"longctx has no family for {what}{why}. It knows {', '.join(FAMILIES)}, and the "
         f"vision-language {', '.join(PREFIXES)} around these. {remedy}, with one document a row "

@@ -13,6 +13,7 @@ in bf16, and vanilla holds them twice more in fp32. forwards is what runs.
     vanilla   Hugging Face's model as it is
     liger     Liger-Kernel's full patch (Liger replaces functions of transformers for the process)
     custom    this one
+    any       Hugging Face's layers as checkpoints of ours, our attention and loss (any_model)
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from transformers.integrations import is_fsdp_enabled
 
 from longctx.errors import UserError, print_rank0
 from longctx.model.adapters import inside_peft, keep_layout_
+from longctx.model.any_model.patch import OPTIONS as OF_ANY
+from longctx.model.any_model.patch import patch_any, unpatch_any
+from longctx.model.any_model.runtime import any_part
 from longctx.model.beside import calling_trainer, models_beside
 from longctx.model.families import base_of, head_of, not_known, score_cap
 from longctx.model.forwards.attach import attach, attach_around, detach
@@ -39,7 +43,7 @@ from longctx.model.parts import attach_parts, check_family, detach_loss
 from longctx.model.runtime import Runtime, runtime_of
 from longctx.model.stand_ins import has_packed_experts
 from longctx.model.strangers import is_trls_head
-from longctx.options.model import Backend, Keeping, Offload, PatchOptions
+from longctx.options.model import Backend, ClassType, Keeping, Offload, PatchOptions
 from longctx.options.parts import PARTS, SCHEDULE, check_names, chosen_parts
 from longctx.safety.system import installed
 
@@ -54,6 +58,7 @@ def patch(
     model: Model,
     *,
     parts: Literal["schedule"] | Collection[str] = SCHEDULE,
+    any_model: bool = False,
     strict: bool = False,
     keep: Keeping = "auto",
     offload_activations: Offload = "auto",
@@ -77,6 +82,12 @@ def patch(
     kernels to put into Hugging Face's layers, which keep their attention, their checkpoints and
     everything else: "rope", "rms_norm", "layer_norm", "swiglu", "geglu", as far as the family has
     them, and "cross_entropy" over whole logits or "fused_linear_cross_entropy" without them.
+
+    `any_model=True` takes any causal language model of transformers, of a family that longctx does
+    not know too: its layers stay Hugging Face's, and are checkpoints whose inputs wait on the GPU
+    or the host; attention and loss are ours where they were found to be the model's (any_model/).
+    It takes `offload_activations`, `attn_backend` (also "sdpa" and "eager", the model's own) and
+    `host_memory_gib`.
 
     Options of the schedule, with train.py's names, values and defaults; `strict` is of any parts:
 
@@ -118,8 +129,11 @@ def patch(
         share_prefixes=share_prefixes,
         cuda_graphs=cuda_graphs,
     )
-    args = checked_options("patch", options | unknown)
+    args = checked_options("patch", options | unknown, any_model=any_model)
     inner = inside_peft(model)
+    if any_model:
+        print_rank0(f"longctx patched: {patch_any(inner, args, inner.device)}")
+        return model
     _refuse(inner)
     if any(p.is_meta for p in model.parameters()) and not is_fsdp_enabled():
         raise UserError(
@@ -135,16 +149,23 @@ def patch(
     return model
 
 
-def checked_options(who: str, options: Mapping[str, Any]) -> PatchOptions:
+def checked_options(
+    who: str, options: Mapping[str, Any], *, any_model: bool = False
+) -> PatchOptions:
     """Returns the options of a call of `who`. Raises UserError for a name or a value that there is
-    not, and for an option that single parts have no use for."""
+    not, and for an option that single parts, or any model, have no use for."""
     for name, value in options.items():
         if name not in OPTIONS:
             raise UserError(f"{who} has no option {name!r}; did you mean {_nearest(name)}?")
         _check_choice(who, name, value)
     parts = chosen_parts(f"{who}: parts", options.get("parts"))
     given = {name: value for name, value in options.items() if value != _DEFAULTS[name]}
-    args = PatchOptions(**{**options, "parts": parts})
+    class_type: ClassType = "any" if any_model else "custom"
+    args = PatchOptions(**{**options, "parts": parts, "class_type": class_type})
+    if any_model:
+        for name in given.keys() - {*OF_ANY}:
+            raise UserError(f"{who}: {name} is of the schedule, and any_model runs without it")
+        return args
     if parts is not None:
         check_names(f"{who}: parts", parts, PARTS)
         for name in given.keys() - {"parts"}:
@@ -230,6 +251,9 @@ def unpatch(model: Model) -> Model:
         longctx patched: 2 scheduled decoder layers, flash attention, RMSNorm, lm_head + ...
         True
     """
+    if patched := any_part(model):
+        unpatch_any(patched)
+        return model
     base = base_of(inside_peft(model))
     if base is None or runtime_of(base) is None:
         raise UserError(f"this {type(model).__name__} is not patched")
@@ -253,6 +277,8 @@ def patch_as(model: PreTrainedModel, args: PatchOptions, device: torch.device) -
         return f"nothing patched; {model.config._attn_implementation} attention"
     if args.class_type == "liger":
         return _patch_liger(model, args.parts)
+    if args.class_type == "any":
+        return patch_any(model, args, device)
     return patch_custom(model, args, device)
 
 

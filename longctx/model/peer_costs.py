@@ -101,6 +101,7 @@ def _with_mlp(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
         Work(name="attention", flops=attention_flops(s, kind, batch), rate="attention"),
     )
     layer = nbytes(peer.works)
+    coming = unit if s.class_type == "any" else 0  # any_model/seam.py
     return Table(
         forward=forward,
         backward=(
@@ -116,6 +117,7 @@ def _with_mlp(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
         buffers=(
             Buffer(name="a layer", nbytes=layer // 2, during="layer forward"),
             Buffer(name="a layer", nbytes=layer - unit, during="layer backward"),
+            Buffer(name="x of the layer below, on its way", nbytes=coming, during="layer backward"),
         ),
     )
 

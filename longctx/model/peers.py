@@ -9,6 +9,8 @@ them, are two kinds, by what longctx knows of the family (mixtures.py).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -31,6 +33,8 @@ def peer_kind(options: PatchOptions) -> tuple[ClassType, bool]:
     """Returns how a model so patched is counted if the schedule does not run it: whose layers it
     has, and whether a loss in chunks runs over Hugging Face's. Liger-Kernel's layers with some of
     its parts, and ours with single parts, count as Hugging Face's, which hold no less."""
+    if options.class_type == "any":
+        return "any", True
     if options.class_type != "liger":
         return "vanilla", options.fuses_loss
     parts = {*(options.parts or (*LAYER_PARTS, FUSED))}
@@ -86,13 +90,13 @@ def peer_sizes(
     of_layer, alike = of_layer or [None], alike or {None: []}
     kinds = {x: _kind(configs, layers, x, itemsize) for x, layers in alike.items()}
     widest: Any = max(configs, key=lambda config: config.hidden_size)
-    heads = [head for one in models if (head := one.get_output_embeddings()) is not None]
+    ends = [head for one in models if (head := one.get_output_embeddings()) is not None]
     return Sizes(
         **kinds_of(kinds[x] for x in of_layer),
         hidden=widest.hidden_size,
         vocab=sum(config.vocab_size for config in configs),
         head_groups=1,
-        trains_head=not heads or any(p.requires_grad for h in heads for p in h.parameters()),
+        trains_head=not ends or any(p.requires_grad for h in ends for p in h.parameters()),
         **common,
     )
 
@@ -143,11 +147,12 @@ def _kind(
     first = next(iter(layers), nn.Module())
     packed = [s for p in first.parameters() if (s := getattr(p, "quant_state", None)) is not None]
     ungated = family is not None and family.router is None and "gate" not in family.linears
+    heads = _read(attrgetter("num_attention_heads"), config, 1)
     return LayerKind(
         blocks=(),
-        heads=config.num_attention_heads,
-        kv_heads=kv_heads(config),
-        head_dim=head_dim(config),
+        heads=heads,
+        kv_heads=_read(kv_heads, config, heads),
+        head_dim=_read(head_dim, config, max(1, config.hidden_size // heads)),
         output_gate=family is not None and family.output_gate,
         caps_scores=score_cap(config) is not None,
         gated=not ungated,
@@ -175,6 +180,16 @@ def _nothing(layers: int) -> dict[str, Any]:
 def idle_sizes(layers: int) -> Sizes:
     """Returns the sizes of a model whose work is counted elsewhere: a few bytes a token."""
     return Sizes(**_nothing(max(1, layers)), itemsize=1, class_type="vanilla")
+
+
+def _read(read: Callable[[Any], int], config: Any, otherwise: int) -> int:
+    """Returns a number of a configuration, or another one for families that have none: recurrences
+    without heads, or heads that differ from layer to layer."""
+    try:
+        found = read(config)
+    except Exception:  # transformers has errors of its own for what differs by layer
+        return otherwise
+    return found if isinstance(found, int) else otherwise
 
 
 def _adapters(layers: list[nn.Module]) -> list[Applied]:

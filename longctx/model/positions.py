@@ -88,19 +88,22 @@ def with_masks(base: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return inputs | {"attention_mask": masks}
 
 
-def keep_documents_apart(model: Any) -> None:
+def keep_documents_apart(model: Any) -> list[Any]:
     """Lets Hugging Face's layers of a model hear where documents begin, whoever calls it: our rows
     are packed. It gets four rows of positions for one, or masks, where it needs them. Where the
     configuration of a part asks for a cache, with which nobody looks for documents, calls do
-    without."""
+    without. Returns the handles by which these hooks are taken away."""
+    handles = []
     if model.config.get_text_config() is not model.config:  # whose own cache Trainer switches off
-        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
+        handles.append(model.register_forward_pre_hook(_without_cache, with_kwargs=True))
     base = base_of(model)
     if base is not None and known_family(base).position_rows == 3:
         outer = joint_of(model) or base  # called by the whole model, also inside a PeftModel
-        outer.register_forward_pre_hook(partial(_with_four_rows, base), with_kwargs=True)
+        hook = partial(_with_four_rows, base)
+        handles.append(outer.register_forward_pre_hook(hook, with_kwargs=True))
     if base is not None and not known_family(base).masks_by_position:
-        base.register_forward_pre_hook(_with_masks, with_kwargs=True)
+        handles.append(base.register_forward_pre_hook(_with_masks, with_kwargs=True))
+    return handles
 
 
 def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

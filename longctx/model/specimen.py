@@ -5,22 +5,24 @@ little memory, whatever size the model has and whatever engine will share it out
 
     layers    the first ones, until each kind of layer has come up
     weights   large ones are views of one stretch of noise, so that all together take POOL_NUMBERS
-              numbers; small ones are initialised as transformers does, and then moved a little, so
-              that no gate is shut and no recurrence forgets at once
+              numbers, or one expert's of the largest stack; small ones are initialised as
+              transformers does, and then moved a little, so that no gate is shut and no recurrence
+              forgets at once
     dropout   none, nor other noise of training
-    head      none: a call returns the hidden states that the head would get
+    head      `hidden` returns what the head would get
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from longctx.errors import UserError
 from longctx.model.classes import on_meta, taken_by
 
 POOL_NUMBERS = 1 << 22
@@ -46,30 +48,51 @@ def outline(config: Any, kind: Any, attention: str | None, dtype: torch.dtype) -
 
 class Specimen:
     """Makes a specimen of a model without weights, which is changed. The process' random numbers
-    go on as before."""
+    go on as before. With `whole` it has all layers."""
 
-    def __init__(self, model: Any, device: torch.device) -> None:
+    def __init__(self, model: Any, device: torch.device, *, whole: bool = False) -> None:
         self.model, self.device = model, device
-        _shorten(model)
+        if not whole:
+            _shorten(model)
         _draw_nothing(model)
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.no_grad():
             torch.manual_seed(0)
             _fill(model, device)
-        self._seen: list[Tensor] = []
-        head = getattr(model, "score", None) or model.get_output_embeddings()
-        head.forward = self._head
-
-    def _head(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self._seen.append(hidden)
-        return hidden[..., :1]
 
     @torch.no_grad()
     def hidden(self, **inputs: Tensor) -> Tensor:  # (B, S) each -> (B, S, D) fp32
         """Runs the model's own forward, and returns what its head gets."""
-        self._seen.clear()
-        self.model(**inputs)
-        return self._seen[0].float()
+        seen: list[Tensor] = []
+
+        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            seen.append(hidden)
+            return hidden[..., :1]
+
+        head = getattr(self.model, "score", None) or self.model.get_output_embeddings()
+        head.forward = forward
+        try:
+            self.model(**inputs)
+        finally:
+            del head.forward
+        return seen[0].float()
+
+
+Found = TypeVar("Found")
+
+
+def of_specimen(
+    make: Callable[[], Any], device: torch.device, look: Callable[[Specimen], Found]
+) -> Found:
+    """Returns what `look` finds of a specimen of the model that `make` outlines: a cut one, or one
+    with all layers where a cut one cannot run (Gemma 4 has inputs by layer). Raises whatever the
+    model raises."""
+    try:
+        return look(Specimen(make(), device))
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception:
+        return look(Specimen(make(), device, whole=True))
 
 
 def _shorten(model: Any) -> None:
@@ -119,9 +142,11 @@ def _fill(model: Any, device: torch.device) -> None:
     scale = getattr(model.config.get_text_config(), "hidden_size", 64) ** -0.5
     made: dict[nn.Parameter, nn.Parameter] = {}
 
+    numbers = max(POOL_NUMBERS, *(_least(p.shape) for p in model.parameters()))
+
     @cache
     def pool(dtype: torch.dtype) -> Tensor:
-        return torch.randn(POOL_NUMBERS, device=device, dtype=dtype) * scale
+        return torch.randn(numbers, device=device, dtype=dtype) * scale
 
     for module in model.modules():
         for name, empty in module._parameters.items():
@@ -150,9 +175,21 @@ def _marked(values: Tensor) -> nn.Parameter:
     return parameter
 
 
+def _least(shape: torch.Size) -> int:
+    """Returns the numbers that the pool must have for a weight: those of one expert of a stack,
+    since grouped matmuls take no rows that overlap, and some by which experts differ."""
+    if len(shape) != 3 or shape.numel() <= LARGE:
+        return 0
+    return shape[1] * shape[2] + 2 * ALIGNED * shape[0]
+
+
 def _view(pool: Tensor, shape: torch.Size, at: int) -> Tensor:
-    """Returns a view of the shape. The rows of a weight that is larger than the pool overlap. All
-    rows are as aligned as those of a weight of its own, which grouped matmuls of GPUs ask for."""
+    """Returns a view of the shape. The rows of a matrix that is larger than the pool overlap, and
+    so do the experts of a stack. All rows are as aligned as those of a weight of its own, which
+    grouped matmuls of GPUs ask for."""
+    if len(shape) == 3 and len(pool) >= _least(shape):
+        at %= len(pool) - _least(shape) + 1
+        return pool.as_strided(shape, (2 * ALIGNED, shape[2], 1), at - at % ALIGNED)
     rows, columns = shape[:-1].numel(), shape[-1]
     step = (len(pool) - columns) // max(1, rows - 1)
     step = columns if step >= columns else step - step % ALIGNED

@@ -12,7 +12,7 @@ our forwards. Where `longctx train` reads text alone, `rest_` keeps the towers w
 that they take no memory on a GPU, get no gradient and are saved as they came.
 
 Not here: Llama 3.2 Vision (mllama), whose language model has layers that attend to the image alone.
-`families.not_known` says so, and `--class_type vanilla` trains the model.
+`families.not_known` says so, and `--class_type any` trains the model.
 """
 
 from __future__ import annotations

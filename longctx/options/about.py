@@ -99,7 +99,7 @@ def having(group: str, *facts: Fact, rare: bool = False) -> Callable[..., Any]:
 
 
 CHECKPOINTS = Need(
-    "--class_type vanilla or liger, or --parts; the schedule always computes again what it does "
+    "--class_type vanilla or liger, or --parts; custom and any always compute again what they do "
     "not keep",
-    lambda m, d, t: not m.schedules,
+    lambda m, d, t: not m.keeps_inputs,
 )

@@ -36,8 +36,8 @@ from longctx.safety.system import CACHE
 
 _CUSTOM = Need("--class_type custom without --parts", lambda m, d, t: m.schedules)
 _HOST = Need(
-    "--place auto or host, or --class_type custom with --offload_activations auto or all",
-    lambda m, d, t: t.place != "gpu" or (m.schedules and m.offload_activations != "none"),
+    "--place auto or host, or --class_type custom or any with --offload_activations auto or all",
+    lambda m, d, t: t.place != "gpu" or (m.keeps_inputs and m.offload_activations != "none"),
 )
 _GPU = Need("a GPU", lambda m, d, t: t.device.type == "cuda")
 _DATASET = Need("--dataset_name", lambda m, d, t: d.dataset_name)
@@ -67,7 +67,10 @@ class ModelArguments:
         choices=tuple(PRESETS),
     )
     class_type: ClassType = _model(
-        "custom", "custom (longctx), liger (Liger-Kernel), vanilla (as it is).", APPLIED
+        "custom",
+        "custom (longctx), any, liger (Liger-Kernel) or vanilla. vanilla is the model as it is; "
+        "any is that with longctx's checkpoints, attention and loss, whatever the model.",
+        APPLIED,
     )
     parts: list[str] | None = _rare_model(
         None,
@@ -93,7 +96,8 @@ class ModelArguments:
     attn_backend: Backend = _model(
         "auto",
         "Attention's kernel; auto takes the fastest there is. custom: fa4 (flash-attn-4), cudnn, "
-        "flash or math; vanilla and liger: sdpa (auto), fa4, fa2 or eager.",
+        "flash or math; any: these, or sdpa or eager, which are the model's own (auto: ours if the "
+        "model takes it); vanilla and liger: sdpa (auto), fa4, fa2 or eager.",
         APPLIED,
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model(
@@ -114,8 +118,8 @@ class ModelArguments:
     )
     offload_activations: Offload = _memory(
         "auto",
-        "Kept activations on the GPU (none) or host (all). custom's auto fills the GPU first; in "
-        "vanilla and liger it is none, and all is transformers' offloaded checkpointing.",
+        "Kept activations on the GPU (none) or host (all). auto of custom and any fills the GPU "
+        "first; in vanilla and liger it is none, and all is transformers' offloaded checkpointing.",
     )
     head_groups: int | None = _custom(
         None,
@@ -183,10 +187,10 @@ class ModelArguments:
 
     def _check_parts(self, parts: tuple[str, ...]) -> None:
         """Raises UserError where no layers could have these parts; Liger-Kernel knows its own."""
-        if self.class_type == "vanilla":
+        if self.class_type in ("vanilla", "any"):
             raise UserError(
-                "--parts is for --class_type custom and liger: vanilla is Hugging Face's model as "
-                "it is"
+                f"--parts is for --class_type custom and liger: the layers of {self.class_type} "
+                "are Hugging Face's as they are"
             )
         if self.class_type == "custom":
             check_names("--parts", parts, PARTS)
@@ -201,6 +205,11 @@ class ModelArguments:
     def schedules(self) -> bool:
         """Whether our schedule is to run the layers."""
         return self.patch_options.schedules
+
+    @property
+    def keeps_inputs(self) -> bool:
+        """Whether our store is to hold what layers keep for backward."""
+        return self.schedules or self.class_type == "any"
 
     @property
     def source(self) -> ModelSource:

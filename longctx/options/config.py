@@ -311,7 +311,7 @@ def make_arguments(flags: Namespace) -> Arguments:
         raise UserError(f"{_culprit(str(error), values)}{one_line(error)}") from error
     check_together(model, data, train)
     train.named = values.get("_named", frozenset())
-    if not model.schedules and model.offload_activations == "all":
+    if not model.keeps_inputs and model.offload_activations == "all":
         offload_checkpoints(train)
     return model, data, train
 

@@ -137,13 +137,15 @@ def conflicts(m: Any, d: Any, t: Any) -> Iterator[str]:
         yield "--debug tpu_metrics_debug needs a TPU: leave it out"
     if not {*(t.gradient_checkpointing_kwargs or {})} <= {*_CHECKPOINT_KEYS}:
         yield f"--gradient_checkpointing_kwargs takes {', '.join(_CHECKPOINT_KEYS)}"
-    offloads = not m.schedules and m.offload_activations == "all"
+    offloads = not m.keeps_inputs and m.offload_activations == "all"
     if offloads and not t.gradient_checkpointing:
         layers = "--parts" if m.class_type == "custom" else m.class_type
         yield (
             f"--offload_activations all with {layers} is of checkpoints, which wait in host "
             "memory: leave out --gradient_checkpointing false"
         )
+    if m.class_type == "any" and t.sequence_parallel_size > 1:
+        yield "--class_type any has no --sequence_parallel_size: use custom, or vanilla or liger"
     if m.class_type != "custom" and m.seq_len % t.sequence_parallel_size:
         yield "--seq_len must be a multiple of --sequence_parallel_size with vanilla and liger"
     if t.world_size > 1 and t.accelerator_config.even_batches is False:

@@ -14,7 +14,7 @@ from longctx.options.parts import FUSED
 
 Keeping = Literal["auto", "x", "o", "h", "qkv", "all"]
 Offload = Literal["none", "all", "auto"]
-ClassType = Literal["vanilla", "custom", "liger"]
+ClassType = Literal["vanilla", "custom", "liger", "any"]
 Backend = Literal["auto", "fa4", "cudnn", "flash", "math", "fa2", "sdpa", "eager"]
 
 
@@ -28,8 +28,9 @@ class PatchOptions:
     """Raises UserError for a number out of its range."""
 
     class_type: ClassType = "custom"
-    """vanilla: Hugging Face as it is; liger: Liger-Kernel's patch; custom: longctx. The other
-    fields but `parts` are custom's."""
+    """vanilla: Hugging Face as it is; liger: Liger-Kernel's patch; custom: longctx; any: Hugging
+    Face's layers, with longctx's checkpoints, attention and loss, whatever the model. The other
+    fields but `parts` are custom's, and some of them any's."""
     parts: tuple[str, ...] | None = None
     """Single parts in Hugging Face's layers (options/parts.py); None: the schedule, or Liger's own
     choice."""

@@ -528,6 +528,8 @@ def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
     batch = Batch(run.tokens, document, run.gradient_accumulation_steps, run.scored_tokens, seen)
     rates = machine.rates(backend, document, *sizes.scores)
     step = Step(count=StepTable.of, sizes=sizes, batch=batch, rates=rates, offload="none")
+    if run.model.class_type == "any":
+        return replace(step, keep="x", offload=run.model.offload_activations)
     if not subject.schedules(run):
         return step
     graphs = run.model.cuda_graphs == "auto" and run.tokens <= GRAPHED_TOKENS

@@ -25,7 +25,7 @@ def check_known(
     model_args: ModelArguments, args: TrainArguments, who: str = "longctx plan"
 ) -> None:
     """Raises UserError for runs that the plan does not know."""
-    if model_args.schedules:
+    if model_args.keeps_inputs:
         return
     ours = model_args.class_type == "custom"
     layers = "--parts" if ours else f"--class_type {model_args.class_type}"

@@ -94,6 +94,8 @@ def figures(result: dict[str, Any]) -> Lines:
             f"{result['host_locked_gib']:.1f} locked{_while_read(result)}",
         ),
     ]
+    if result["class_type"] == "any":
+        lines.append(("promised", _MEMORY_ALONE))
     if images := result.get("images"):
         lines.append(("images", _images(images)))
     if less := result.get("less_memory"):
@@ -107,6 +109,9 @@ def figures(result: dict[str, Any]) -> Lines:
     if "days" in result:
         lines.append(("days", f"{_range(result, 'days')} for {result['data_tokens']:.3g} tokens"))
     return lines
+
+
+_MEMORY_ALONE = "memory, not speed: the seconds are those of Llama in Hugging Face's layers"
 
 
 def _images(images: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from longctx.constants import GIB
 from longctx.engines.collectives import all_reduce_min
 from longctx.engines.host_link import shared_link_bytes
 from longctx.errors import on_terminal, print_rank0, say
+from longctx.model.any_model.runtime import any_runtime_of
 from longctx.model.families import base_of
 from longctx.model.strangers import why_not_scheduled
 from longctx.output import METRICS
@@ -45,6 +46,23 @@ class Reserve(TrainerCallback):
             if runtime.reserve(self.model, self.tokens, host_bytes):
                 line = runtime.describe(self.model.config.get_text_config().vocab_size)
                 print_rank0(line + _locked(runtime.store.locked_bytes, host_bytes))
+
+
+class ReserveInputs(TrainerCallback):
+    """Does the same for the inputs of Hugging Face's layers, in any model that was patched so."""
+
+    def __init__(self, model: Any, tokens: int) -> None:
+        self.model, self.tokens = model, tokens
+
+    def on_train_begin(self, args: Any, *more: Any, **kwargs: Any) -> None:
+        runtime = any_runtime_of(self.model)
+        if runtime is None or runtime.reserved_tokens >= self.tokens:
+            return
+        if args.device.type == "cuda":
+            runtime.link_bytes = shared_link_bytes(args.device)
+        host_bytes = all_reduce_min(runtime.store.host_bytes(), args.device)
+        runtime.reserve(self.model, self.tokens, host_bytes)
+        print_rank0(runtime.describe() + _locked(runtime.store.locked_bytes, host_bytes))
 
 
 def _locked(nbytes: int, limit: int) -> str:

@@ -8,6 +8,7 @@ restart, and whether they hear them is tried before data is read, on a specimen 
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,14 @@ from transformers import PretrainedConfig
 
 from longctx.engines.collectives import any_rank
 from longctx.errors import UserError, one_line, print_rank0
+from longctx.model.any_model.patch import any_attention
 from longctx.model.classes import class_of, own_class_of
 from longctx.model.declined import why_declined
 from longctx.model.families import family_of
 from longctx.model.packed import why_joined, with_short_windows
 from longctx.model.patch import patch_as
 from longctx.model.positions import keep_documents_apart
-from longctx.model.specimen import Specimen, outline
+from longctx.model.specimen import Specimen, of_specimen, outline
 from longctx.options.config import ModelArguments, TrainArguments
 from longctx.run.loading import attention_name, compute_dtype
 
@@ -68,18 +70,24 @@ def _why_joined(
     rounding = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else dtype
     shortened = copy.deepcopy(config)
     tried = [config, *([shortened] if with_short_windows(shortened) else [])]
+
+    def look(specimen: Specimen) -> str | None:
+        keep_documents_apart(specimen.model)
+        if model_args.class_type == "liger":
+            patch_as(specimen.model, model_args.patch_options, args.device)
+        with torch.autocast(args.device.type, rounding, enabled=bool(mixed)):
+            return why_joined(specimen, rounding)
+
     try:
         ours = model_args.schedules and dtype != torch.float64
         if ours and why_declined(config) is None:
             return None  # documents are apart by construction
+        if model_args.class_type == "any":
+            attention = any_attention(config, kind, model_args.attn_backend)[0] or attention
         for each in tried:
-            specimen = Specimen(outline(each, kind, attention, dtype), args.device)
-            keep_documents_apart(specimen.model)
-            if model_args.class_type == "liger":
-                patch_as(specimen.model, model_args.patch_options, args.device)
-            with torch.autocast(args.device.type, rounding, enabled=bool(mixed)):
-                if reason := why_joined(specimen, rounding):
-                    return reason
+            make = partial(outline, each, kind, attention, dtype)
+            if reason := of_specimen(make, args.device, look):
+                return reason
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a stranger's model raises of such a row

@@ -30,6 +30,8 @@ from longctx.lora.quantise import (
     quantised_loading,
 )
 from longctx.model.adapters import keep_layout_
+from longctx.model.any_model.attention import NAMES as OUR_ATTENTION
+from longctx.model.any_model.patch import why_not_any
 from longctx.model.classes import (
     as_language_model,
     as_reward_model,
@@ -91,6 +93,8 @@ def load_config(
     if args.class_type == "custom" and not (known and family_of(text)):
         around = "" if text is config else f" around {text.model_type!r}"
         raise UserError(f"{args.model_name_or_path}: {not_known(f'{config.model_type!r}{around}')}")
+    if args.class_type == "any" and (reason := why_not_any(config)):
+        raise UserError(f"--class_type any: {config.model_type!r} {reason}")
     if args.schedules and (reason := _unfit(args.attn_backend, text)):
         raise UserError(reason)
     kv_heads = getattr(text, "num_key_value_heads", None) or 1
@@ -214,7 +218,8 @@ def load_model(
     elif any(towers(model)):
         rest_(model)
         seeing = "; what sees images stays in host memory, frozen"
-    keep_documents_apart(model)
+    if args.class_type != "any":  # whose patch does it
+        keep_documents_apart(model)
     patched = patch_as(model, args.patch_options, device)
     if args.schedules and not role:
         foretell(model, lambda reason: is_dropout(config, reason))
@@ -257,7 +262,7 @@ def _hf_attention(args: ModelArguments, device: torch.device, config: Any = None
     """Hugging Face's name of the attention behind `--attn_backend`, for vanilla and liger; None for
     Hugging Face's own choice."""
     backend: str = args.attn_backend
-    if backend == "auto":
+    if backend == "auto" or args.class_type == "any" and backend in OUR_ATTENTION:
         # Not fa4: transformers 5.17 hands flash-attn-4 a tensor as max_seqlen for packed rows,
         # which it refuses.
         return _default_attention(config)

@@ -25,6 +25,7 @@ from longctx.memory.settle import leaving_bytes
 from longctx.memory.states import BlockSpec
 from longctx.memory.store import free_gpu_bytes
 from longctx.memory.stream import StateStream
+from longctx.model.any_model.runtime import AnyRuntime, any_part, any_runtime_of
 from longctx.model.blocks import language_models, state_blocks
 from longctx.model.costs import StepTable
 from longctx.model.families import base_of
@@ -96,6 +97,8 @@ def place_states(
     specs = state_blocks(model, movable=movable, head_movable=head_movable)
     if any_patched := patched_part(model):
         host_memory_gib = any_patched.longctx.args.host_memory_gib
+    if (inputs := _keeps_inputs(model)) is not None:
+        host_memory_gib = inputs.args.host_memory_gib
     budget = Budget(_gpu_budget(specs, args), _host_budget(specs, host_memory_gib, args))
     link_bytes = shared_link_bytes(args.device) if args.device.type == "cuda" else None
     decided = _decided(model, patched, specs, budget, args, tokens, given, task, link_bytes)
@@ -109,11 +112,14 @@ def place_states(
     if several:
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.data, 0)
-    store = patched.longctx.store if patched else None
+    store = patched.longctx.store if patched else inputs.store if inputs else None
     decided.host.settle(args.device, store, decided.kept.ladder if store else ())
     if patched is not None:
         patched.longctx.adopt(decided.chosen, tokens)
         print_rank0(patched.longctx.describe(decided.sizes.vocab))
+    if inputs is not None:
+        inputs.reserved_tokens = tokens
+        print_rank0(inputs.describe())
     limit_gpu(args.device, args.gpu_memory_gib)
     return StateStream(decided.host.blocks, args.device)
 
@@ -130,7 +136,11 @@ def _decided(
     link_bytes: float | None = None,
 ) -> Decision:
     accumulates = args.gradient_accumulation_steps > 1
-    if patched is None:
+    if patched is None and (inputs := _keeps_inputs(model)) is not None:
+        inputs.link_bytes = link_bytes
+        inputs.passes, inputs.task = args.gradient_accumulation_steps, task
+        step = inputs.step(any_part(model), tokens)
+    elif patched is None:
         step = _peer_step(model, args, tokens, task, link_bytes)
     else:
         patched.longctx.link_bytes = link_bytes
@@ -160,6 +170,12 @@ def _scheduled(model: Any) -> Any | None:
         return None
     base = base_of(patched)
     return None if base is None or why_not_scheduled(base, training=True) else patched
+
+
+def _keeps_inputs(model: Any) -> AnyRuntime | None:
+    """Returns what holds the inputs of Hugging Face's layers, in any model that was patched so."""
+    found = any_part(model) if len(language_models(model)) == 1 else None
+    return None if found is None else any_runtime_of(found)
 
 
 def _peer_step(

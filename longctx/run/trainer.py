@@ -25,6 +25,7 @@ from longctx.kernels.compiling import announce_compiling
 from longctx.lora.adapters import Reached, save_config
 from longctx.lora.foreign import check_resumed
 from longctx.model.adapters import inside_peft
+from longctx.model.any_model.runtime import any_part
 from longctx.model.runtime import patched_part
 from longctx.model.vision import copy_processor, is_whole
 from longctx.options.about import COUNT
@@ -58,6 +59,7 @@ from longctx.run.callbacks import (
     Clock,
     MetricsFile,
     Reserve,
+    ReserveInputs,
     console,
     flush_before_others,
     has_own,
@@ -189,6 +191,11 @@ class LongTrainer(TaskTrainer):
             # Trainer's own smoothing would ask the model for all logits.
             runtime.label_smoothing, self.label_smoother = args.label_smoothing_factor, None
             self.add_callback(Reserve(patched, -(-self.row_tokens // ranks_a_row)))
+        elif inputs := any_part(model):
+            inputs.longctx_any.passes = args.gradient_accumulation_steps
+            inputs.longctx_any.task = self.counted_task
+            inputs.longctx_any.pending_bytes = self.engine.pending_bytes
+            self.add_callback(ReserveInputs(inputs, self.row_tokens))
         if self.engine.adapters:
             self.add_callback(Reached(model))
         for default in (PrinterCallback, ProgressCallback):

@@ -10,6 +10,7 @@ from small_vision import vision_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    CTRLConfig,
     GemmaConfig,
     GPT2Config,
     LlamaForCausalLM,
@@ -141,8 +142,17 @@ def test_quantised_weights_and_their_scales_move_with_their_layer() -> None:
     assert larger == pytest.approx(kept.weight.numel() * (2 - 1 / 2 - 1 / 64), rel=0.05)
 
 
-def test_a_model_whose_layers_are_not_found_stays_whole() -> None:
+def test_layers_are_found_under_another_name() -> None:
     config = GPT2Config(vocab_size=101, n_positions=32, n_embd=32, n_layer=2, n_head=2)
+    model = AutoModelForCausalLM.from_config(config)
+    blocks = state_blocks(model, movable=True)
+    assert_complete(model, blocks)
+    assert list(decoder_layers(model)) == list(model.transformer.h)
+    assert [block.name for block in blocks] == ["embedding", "layer 0", "layer 1", REST]
+
+
+def test_a_model_whose_layers_are_not_found_stays_whole() -> None:
+    config = CTRLConfig(vocab_size=101, n_positions=32, n_embd=32, dff=32, n_layer=2, n_head=2)
     model = AutoModelForCausalLM.from_config(config)
     blocks = state_blocks(model, movable=True)
     assert_complete(model, blocks)

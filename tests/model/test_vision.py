@@ -281,4 +281,4 @@ def test_llama_3_2_vision_is_refused_by_name() -> None:
         with pytest.raises(UserError) as refused:
             longctx.patch(part)
         assert f"no family for {named}: its layers of cross-attention" in str(refused.value)
-        assert "Any model trains unpatched" in str(refused.value)
+        assert "Any model trains in Hugging Face's layers" in str(refused.value)

@@ -236,7 +236,8 @@ def test_options_of_the_schedule_are_heard_or_said_in_other_class_types() -> Non
         ("--parts schedule --keep x", None),
         (
             "--offload_activations none --place gpu --host_memory_gib 3",
-            "--place auto or host, or --class_type custom with --offload_activations auto or all",
+            "--place auto or host, or --class_type custom or any with --offload_activations auto "
+            "or all",
         ),
         ("--class_type vanilla --host_memory_gib 3", None),
         ("--class_type vanilla --place gpu --host_memory_gib 3", "--place auto or host"),

@@ -333,3 +333,15 @@ def test_a_model_and_a_machine_have_names(monkeypatch) -> None:
         main(["--gpu", "h100"])
     with pytest.raises(UserError, match=r"no GPU: name the one to plan for with --gpu \(h100"):
         main(["--preset", "llama-3.2-1b"])
+
+
+def test_any_model_is_planned_for_its_memory(capsys) -> None:
+    """Beside vanilla: no logits, and x of each layer but the last on the host if asked for."""
+    words = ["--seq_len", "16384", "--gpu", "h100", "--lora_r", "8"]
+    vanilla = result(capsys, *words, "--class_type", "vanilla")
+    ours = result(capsys, *words, "--class_type", "any", "--offload_activations", "none")
+    hosted = result(capsys, *words, "--class_type", "any", "--offload_activations", "all")
+    assert vanilla["gpu_gib"] - ours["gpu_gib"] > 12 * 16384 * 128256 / 2**30 * 0.8
+    assert hosted["gpu_gib"] < ours["gpu_gib"] and ours["host_locked_gib"] == 0
+    assert hosted["host_locked_gib"] == pytest.approx(15 * 16384 * 2048 * 2 / 2**30, rel=0.01)
+    assert dict(figures(hosted))["promised"].startswith("memory, not speed")

@@ -53,7 +53,7 @@ class Forward:
         return self.__func__(self._module(), *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Forward, (self._module(), self.__func__)
+        return type(self), (self._module(), self.__func__)
 
 
 def attach(model: Any) -> None:

@@ -207,7 +207,7 @@ FLAGS = {
     "--save_fp32": works("in float32"),
     "--dtype bfloat16 --gpu_memory_gib 4": works("--gpu_memory_gib needs a GPU"),
     "--place gpu --offload_activations none --host_memory_gib 1": works(
-        "--host_memory_gib needs --place auto or host, or --class_type custom with"
+        "--host_memory_gib needs --place auto or host, or --class_type custom or any with"
     ),
     "--optimizer_states": fails("--optimizer_states: expected one argument"),
     "--optimizer_states none": fails("--optimizer_states.*: invalid choice: 'none'"),

@@ -1,0 +1,152 @@
+"""Is our attention the model's, and our loss? Both are tried on two short rows, before a step.
+
+What is tried is a specimen (model/specimen.py): the model's class and configuration, a few layers,
+random weights, fp32, so that the answer is the same whatever size the model has, and whether its
+weights are there yet. A model that computes scores in a way of its own, or adds something to its
+loss, shows a difference of percents; fp32 leaves 1e-6 a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longctx.errors import UserError, one_line
+from longctx.model.any_model.attention import counted_calls
+from longctx.model.any_model.loss import any_forward
+from longctx.model.any_model.runtime import NAME, AnyRuntime, LossFactors
+from longctx.model.packed import with_short_windows
+from longctx.model.specimen import Specimen, of_specimen, outline
+from longctx.options.model import PatchOptions
+
+ROWS, TOKENS = 2, 24
+"""Of the batch on which attention is tried: longer than the windows of `with_short_windows`."""
+LABELLED = 16
+"""Tokens in each of the two rows on which the loss is compared: 32."""
+CLOSE = 2e-5
+"""The largest relative difference of two losses that are one."""
+SAME = 1e-3
+"""The same of hidden states, of nine tokens of ten, since a router may decide near ties otherwise.
+The rounding of 30 layers of Gemma 4 with random weights grows to 2.4e-4."""
+
+
+def why_not_our_attention(config: Any, kind: Any, own: str | None) -> str | None:
+    """Returns why the layers of a model of the class `kind` cannot have our attention, in a few
+    words; None if they compute with it what they compute with `own`, a name of transformers'."""
+    if not kind._can_set_attn_implementation():
+        return _ITSELF
+    if dropout := _attention_dropout(config.get_text_config()):
+        return f"it has {dropout} in attention, which ours has not"
+    tried = deepcopy(config)
+    with_short_windows(tried)
+    try:
+        theirs = _states(tried, kind, own)
+        with counted_calls() as (name, calls):
+            ours = _states(tried, kind, name)
+    except UserError as error:
+        return one_line(error, 160)
+    except Exception as error:  # whatever a stranger's model does with a mask that is none
+        return f"it cannot be tried: {type(error).__name__}: {one_line(error, 120)}"
+    if not any(calls):
+        return _ITSELF
+    if not theirs.isfinite().all():
+        return "it cannot be tried: its states overflow with random weights"
+    errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-30)
+    if (most := float(errors.quantile(0.9))) <= SAME:
+        return None
+    return f"hidden states differ by {100 * most:.3g}% from its own attention's"
+
+
+def find_loss(config: Any, kind: Any) -> tuple[LossFactors | None, str]:
+    """Returns the factors with which our loss is that of models of a class, or None and why there
+    are none, in a few words."""
+    try:
+        make = partial(outline, config, kind, None, torch.float32)
+        return of_specimen(make, _CPU, _compared)
+    except UserError:
+        raise
+    except Exception as error:  # of a stranger's model
+        return None, f"it cannot be tried: {type(error).__name__}: {one_line(error, 120)}"
+
+
+@torch.no_grad()
+def _compared(specimen: Specimen) -> tuple[LossFactors | None, str]:
+    model = specimen.model.eval()
+    if reason := why_no_head(model.get_output_embeddings()):
+        return None, reason
+    given = _labelled(model)
+    own = float(model(**given).loss)
+    for factors in _candidates(model.config.get_text_config()):
+        if abs(_our_loss(model, factors, given) - own) <= CLOSE * abs(own):
+            return factors, ""
+    return None, "our loss differs from its own"
+
+
+def why_no_head(head: Any) -> str | None:
+    """Returns why our loss cannot be computed in a model's lm_head, None if it can."""
+    if head is None:
+        return "it has no lm_head"
+    if type(head) is not nn.Linear and not type(head).__name__.startswith("FSDP"):
+        return f"its lm_head is a {type(head).__name__}"
+    return None
+
+
+_CPU = torch.device("cpu")
+_ITSELF = "its layers compute attention themselves, or have none"
+
+
+def _our_loss(model: Any, factors: LossFactors, given: dict[str, Any]) -> float:
+    store: Any = None  # nothing is kept in evaluation
+    vars(model)[NAME] = AnyRuntime(args=PatchOptions(class_type="any"), store=store, loss=factors)
+    return float(any_forward(model, **given).loss)
+
+
+def _candidates(config: Any) -> Iterator[LossFactors]:
+    """Yields no factors, then those that a configuration names."""
+    scalings = [1.0]
+    if scale := getattr(config, "logit_scale", None):  # Cohere's: a factor
+        scalings.append(1 / scale)
+    if scaling := getattr(config, "logits_scaling", None):  # Granite's: a divisor
+        scalings.append(scaling)
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    caps = [None, *filter(None, (getattr(config, name, None) for name in names))]
+    for scaling in scalings:
+        for cap in caps:
+            yield LossFactors(scaling=scaling, cap=cap)
+
+
+def _labelled(model: Any) -> dict[str, Any]:
+    ids = _tokens(model, LABELLED)
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return dict(input_ids=ids, labels=labels, use_cache=False)
+
+
+def _states(config: Any, kind: Any, attention: str | None) -> Tensor:  # (N, D)
+    """Returns hidden states of the real tokens of a padded row and of a whole one."""
+    return of_specimen(partial(outline, config, kind, attention, torch.float32), _CPU, _seen)
+
+
+def _seen(specimen: Specimen) -> Tensor:  # (N, D)
+    specimen.model.train()
+    ids = _tokens(specimen.model, TOKENS)
+    mask = torch.ones_like(ids)
+    mask[0, TOKENS - 7 :] = 0
+    return specimen.hidden(input_ids=ids, attention_mask=mask)[mask.bool()]
+
+
+def _tokens(model: Any, count: int) -> Tensor:  # (ROWS, count)
+    draw, vocab = torch.Generator().manual_seed(0), model.config.get_text_config().vocab_size
+    return torch.randint(vocab // 4, vocab // 2, (ROWS, count), generator=draw)
+
+
+def _attention_dropout(config: Any) -> str | None:
+    for name, value in config.to_dict().items():
+        if "att" in name and "drop" in name and isinstance(value, float) and value > 0:
+            return name
+    return None
