@@ -6,12 +6,14 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, GptOssConfig, PretrainedConfig
 
 from longctx.model.families import base_of, known_family
 from longctx.model.family import part_of
+from longctx.safety.system import installed
 
 WINDOW = 23
 """Shorter than most documents of the tests, and no multiple of anything."""
@@ -226,6 +228,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 MIXERS = ["qwen3_5_text-mixed", "olmo_hybrid", "olmo_hybrid-rope", "granitemoehybrid"]
 """Those with mixers, whose vanilla forward joins the documents of a packed row."""
+IN_TORCH_ALONE = pytest.mark.skipif(
+    installed("fla"), reason="flash-linear-attention takes neither CPU tensors nor fp32"
+)
 EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", "ernie4_5_moe"]
 """Those whose tokens go to experts. In 16 bits some choices flip: tests/model/test_experts.py has
 the same choices on all sides. PEFT's word for all maps adapts routers, too."""

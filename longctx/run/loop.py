@@ -30,9 +30,12 @@ from longctx.errors import UserError
 from longctx.lora.plus import has_adapters, with_rates
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.place import Placement
+from longctx.model.adapters import inside_peft
 from longctx.model.runtime import patched_part
-from longctx.options.about import COUNT, POSITIVE
+from longctx.model.tower import tower_of
+from longctx.options.about import COUNT, NOT_NEGATIVE, POSITIVE
 from longctx.options.limits import check_argument
+from longctx.run.room_for_images import SeenTokens, prepare
 from longctx.run.states import place_states
 
 
@@ -55,16 +58,19 @@ def exact_adamw(
     tokens: int,
     place: Placement = "auto",
     gpu_memory_gib: float | None = None,
+    image_tokens: int = 0,
     batches: int = 1,
     is_last: Callable[[], bool] = lambda: True,
     loraplus_lr_ratio: float | None = None,
 ) -> ExactAdamW:
     """AdamW with fp32 states and masters, over bf16 or fp32 weights; moves the model to its places.
 
-    `tokens` are those of the largest batch, `batches` how many add up in a step, `is_last` whether
-    the one whose backward runs is the step's last (several processes average then). `place` and
-    `gpu_memory_gib` as train.py's. Matrices decay, norms and biases do not. With
-    `loraplus_lr_ratio` each adapter's B learns at so many times `lr` (LoRA+).
+    `tokens` are those of the largest batch, and `image_tokens` as many of them as stand for parts
+    of images, for whose pixels and features a patched vision-language model is left room.
+    `batches` is how many add up in a step, `is_last` whether the one whose backward runs is the
+    step's last (several processes average then). `place` and `gpu_memory_gib` as train.py's.
+    Matrices decay, norms and biases do not. With `loraplus_lr_ratio` each adapter's B learns at so
+    many times `lr` (LoRA+).
 
     `model` may be any module. The weights of one transformers model, patched by longctx, can wait
     on the host, except lm_head's, which losses read; what several in one module need besides is
@@ -87,12 +93,15 @@ def exact_adamw(
         8.485
     """
     _check_arguments(model, tokens, place, gpu_memory_gib, batches, loraplus_lr_ratio)
+    _check_images(model, image_tokens, tokens)
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise UserError("exact_adamw: no parameter of the model requires gradients")
     _check_free(trained)
     if patched := patched_part(model):
         patched.longctx.passes = batches
+        if image_tokens:
+            prepare(model, patched.longctx, [SeenTokens(image_tokens, image_tokens)], 1)
     on_gpu = torch.cuda.is_available()
     request = _Placing(
         place=place,
@@ -132,6 +141,15 @@ def _check_arguments(
         check("loraplus_lr_ratio", ratio, POSITIVE)
         if not has_adapters(model):
             raise UserError("exact_adamw: loraplus_lr_ratio is of LoRA adapters, which model lacks")
+
+
+def _check_images(model: nn.Module, image_tokens: Any, tokens: int) -> None:
+    """Raises UserError for tokens of images that the largest batch or the model cannot have."""
+    check_argument("exact_adamw", "image_tokens", image_tokens, NOT_NEGATIVE, whole=True)
+    if image_tokens > tokens:
+        raise UserError(f"exact_adamw: image_tokens={image_tokens} of tokens={tokens} are too many")
+    if image_tokens and tower_of(inside_peft(model)) is None:
+        raise UserError("exact_adamw: image_tokens are of a patched model that sees images")
 
 
 _alive: weakref.WeakSet[ExactAdamW] = weakref.WeakSet()

@@ -143,20 +143,23 @@ def measured(case: Case, sizes: dict[str, Any], device: str, dtype: Any, repeats
         row["tokens"] = given["input_ids"].numel()
         model = made(case, sizes, device, dtype)
         limit(case["gpu_gib"])
-        time_loop(model, [given], clock, autocast=False, optimizer=optimizer_of(case, model, row))
+        seen = int((given["labels"] == -100).sum())
+        optimizer = optimizer_of(case, model, row["tokens"], seen)
+        time_loop(model, [given], clock, autocast=False, optimizer=optimizer)
         row |= clock.columns()
         row["tokens_per_s"] = row["tokens"] / row["step_s"]
     return rounded(row | outcome)
 
 
-def optimizer_of(case: Case, model: Any, row: Row) -> Any:
-    """Our optimizer where the case asks for it; None for torch's."""
+def optimizer_of(case: Case, model: Any, tokens: int, seen: int) -> Any:
+    """Our optimizer where the case asks for it; None for torch's. Of `tokens`, `seen` are of the
+    video."""
     if case["states"] == "torch":
         return None
     import longctx
 
-    gib = case["gpu_gib"] or None
-    return longctx.exact_adamw(model, lr=1e-5, tokens=row["tokens"], gpu_memory_gib=gib)
+    counts = dict(tokens=tokens, image_tokens=seen)
+    return longctx.exact_adamw(model, lr=1e-5, **counts, gpu_memory_gib=case["gpu_gib"] or None)
 
 
 def limit(gib: float) -> None:

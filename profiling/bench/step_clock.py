@@ -125,6 +125,9 @@ class TrainerMarks(TrainerCallback):
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.clock.mark("rest")
 
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.clock.mark("forward")  # where the last step ends
+
 
 def time_trainer(trainer: Any, clock: Clock) -> None:
     """Runs a trainer of `clock.total` steps."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from small_families import IN_TORCH_ALONE
 from torch import Tensor, nn
 from transformers import AutoConfig
 
@@ -27,7 +28,7 @@ from longctx.layer.segments import kept_states, segments
 from longctx.memory.store import ActivationStore
 from longctx.model.mixers import IN_TORCH, WITH_KERNELS, Carried, ModelsMixer
 
-pytestmark = pytest.mark.usefixtures("reference_kernels")
+pytestmark = [pytest.mark.usefixtures("reference_kernels"), IN_TORCH_ALONE]
 D, EPS = 32, 1e-6
 CPU = torch.device("cpu")
 

@@ -11,8 +11,14 @@ from typing import Any
 import peft
 import pytest
 import torch
-from small_families import MIXERS, family_config, mix_documents_apart_, mixers_of
-from small_layer import Autocast, batch, cast, gradients, truth_of
+from small_families import (
+    IN_TORCH_ALONE,
+    MIXERS,
+    family_config,
+    mix_documents_apart_,
+    mixers_of,
+)
+from small_layer import DEVICE, Autocast, batch, cast, gradients, truth_of
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
@@ -33,7 +39,7 @@ from longctx.model.strangers import why_not_scheduled
 from longctx.options.config import ModelArguments
 from longctx.plan.predict import Run, Subject
 
-pytestmark = pytest.mark.usefixtures("reference_kernels")
+pytestmark = [pytest.mark.usefixtures("reference_kernels"), IN_TORCH_ALONE]
 MOST, MOST_OF_DECAYS = 2e-5, 1e-4
 """The gradients of decays are sums in which most terms cancel."""
 
@@ -55,7 +61,7 @@ def pair(
                 parameter.fill_(-3.0)  # so slow that a state which reaches another document shows
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
-    theirs = cast(theirs, dtype)
+    theirs = cast(theirs, dtype).to(DEVICE)
     ours = longctx.patch(copy.deepcopy(theirs), strict=True, **settings)
     return apart(theirs), ours
 

@@ -193,6 +193,13 @@ def test_our_pairs_are_counted_over_one_epoch() -> None:
     assert row["pairs_per_s"] > 0 and "tokens_per_s" not in row
 
 
+def test_very_long_steps_end_with_the_timed_one(monkeypatch) -> None:
+    """Nothing is profiled after them, so that the trainer's end is the last step's."""
+    monkeypatch.setattr(everyday_bench, "VERY_LONG_TOKENS", 1)
+    (row,) = measured(job("custom", PAIRS, timed=1))
+    assert row["status"] == "ok" and row["steps"] == 1 and row["step_s"] > 0, row
+
+
 @pytest.mark.parametrize(("case", "steps", "pairs"), [(PAIRS, 1, 1), (VARIED, 2, 6)])
 def test_pairs_are_timed_in_trl(case, steps, pairs, monkeypatch) -> None:
     """They are ours, token by token and in their order; TRL adds the end to each answer. Those that

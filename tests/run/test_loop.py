@@ -57,6 +57,9 @@ def test_a_loop_is_one_loop_wherever_states_live(batches) -> None:
         (dict(batches=0), "batches must be at least 1, got 0"),
         (dict(model=None), "model must be a torch module, got NoneType"),
         (dict(gpu_memory_gib=0), "gpu_memory_gib must be above 0, got 0"),
+        (dict(image_tokens=-1), "image_tokens must be at least 0, got -1"),
+        (dict(image_tokens=9), "image_tokens=9 of tokens=8 are too many"),
+        (dict(image_tokens=4), "image_tokens are of a patched model that sees images"),
     ],
 )
 def test_a_wrong_argument_is_named(changed, message) -> None:

@@ -13,6 +13,7 @@ from small_vision import IMAGE, KINDS, vision_config, vision_model
 import longctx
 from longctx.model.image_sizes import image_of, tower_sizes
 from longctx.model.runtime import runtime_of
+from longctx.model.tower import patches_of, tower_of
 from longctx.run.room_for_images import USUAL, SeenTokens, image_bytes, prepare
 
 PICTURES = SimpleNamespace(seen=lambda ids: ids == IMAGE)
@@ -66,3 +67,14 @@ def test_the_search_leaves_them_room() -> None:
     step = runtime.step(runtime.sizes(model), 512)
     assert step.beside_bytes == runtime.beside_bytes > 0
     assert not step.graphs and runtime._why_not_recorded() == "images are added in several layers"
+
+
+def test_a_loop_of_ones_own_leaves_them_room() -> None:
+    """The states are placed within what images leave of the GPU."""
+    model = longctx.patch(vision_model("qwen3_vl"))
+    longctx.exact_adamw(model, tokens=512, image_tokens=400)
+    runtime = runtime_of(model)
+    expected = [SeenTokens(400, 400)]
+    assert runtime.beside_bytes == image_bytes(
+        model.config, runtime.dtype, expected, 1, trained_group=patches_of(tower_of(model))
+    )
