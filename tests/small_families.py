@@ -74,6 +74,16 @@ _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor":
 
 _LOOP = dict(experts_implementation="eager")
 """Experts in a loop: transformers' grouped matmuls take no fp64."""
+_DELTA_MOE: dict[str, Any] = _LOOP | dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    num_experts=5,
+    num_experts_per_tok=2,
+    moe_intermediate_size=48,
+    shared_expert_intermediate_size=72,
+)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", dict(head_dim=64)),
     "mistral": ("mistral", dict(head_dim=64, sliding_window=WINDOW)),
@@ -203,6 +213,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | dict(linear_num_key_heads=2, linear_num_value_heads=4)
         | dict(linear_key_head_dim=16, linear_value_head_dim=16),
     ),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        dict(head_dim=32, layer_types=_MIXED, rope_parameters=_SECTIONS) | _DELTA_MOE,
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        dict(head_dim=32, layer_types=_MIXED, mlp_only_layers=[2], norm_topk_prob=True)
+        | _DELTA_MOE,
+    ),
     "olmo_hybrid": ("olmo_hybrid", _DELTA | dict(layer_types=_MIXED, eos_token_id=None)),
     "olmo_hybrid-rope": (
         "olmo_hybrid",
@@ -226,7 +245,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-MIXERS = ["qwen3_5_text-mixed", "olmo_hybrid", "olmo_hybrid-rope", "granitemoehybrid"]
+MIXERS = [
+    "qwen3_5_text-mixed",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "olmo_hybrid",
+    "olmo_hybrid-rope",
+    "granitemoehybrid",
+]
 """Those with mixers, whose vanilla forward joins the documents of a packed row."""
 IN_TORCH_ALONE = pytest.mark.skipif(
     installed("fla"), reason="flash-linear-attention takes neither CPU tensors nor fp32"

@@ -27,7 +27,7 @@ Blocks = tuple[tuple[str, ...], ...]
 IN_TURN: Blocks = (("attention",), ("mlp",))
 WITH_EXPERTS: Blocks = (("attention",), ("experts",))
 SIDE_BY_SIDE: Blocks = (("attention", "mlp"),)
-MIXED: Blocks = (("mixer",), ("mlp",))
+MIXED = ("mixer",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,7 @@ from longctx.model.family import (
 from longctx.model.hybrids import HYBRIDS
 from longctx.model.look import Read
 from longctx.model.mixtures import MIXTURES
-from longctx.model.vision import PREFIXES, is_whole, joint_of
+from longctx.model.vision import is_whole, joint_of
 
 _GELU_TANH: Names = ("transformers.activations.GELUTanh",)
 _RELU2: Names = ("transformers.activations.ReLUSquaredActivation",)
@@ -397,9 +397,9 @@ def not_known(what: str, scored: bool = False) -> str:
     if scored:
         remedy = "Of any other model --class_type any trains --task sft"
     return (
-        f"longctx has no family for {what}{why}. It knows {', '.join(FAMILIES)}, and the "
-        f"vision-language {', '.join(PREFIXES)} around these. {remedy}, with one document a row "
-        "if it mixes those of packed rows; `longctx help add_a_family` shows how a family is added"
+        f"longctx has no family for {what}{why}. {remedy}, with one document a row if it mixes "
+        "those of packed rows; `longctx help flags` lists the families, and `longctx help "
+        "add_a_family` shows how one is added"
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from longctx.layer.norm_spec import NormSpec
-from longctx.layer.passes import MIXED, WITH_EXPERTS, Traits
+from longctx.layer.passes import IN_TURN, MIXED, WITH_EXPERTS, Traits
 from longctx.layer.router import Router
 from longctx.layer.stack import PLAIN, ExpertLayout
 from longctx.layer.weights import MIXER
@@ -74,9 +74,10 @@ MLP_WIDTH = "intermediate_size"
 
 
 def mlp_width(config: Any) -> int:
-    """Returns F, the features between the matmuls of a layer's MLP."""
-    width: int = getattr(config, MLP_WIDTH)
-    return width
+    """Returns F, the features between the matmuls of a layer's MLP; those of a token's experts
+    together where no layer has an MLP."""
+    width: int | None = getattr(config, MLP_WIDTH, None)
+    return width or config.num_experts_per_tok * config.moe_intermediate_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +336,8 @@ class Family:
             found["experts"] = own.experts(config)
         own_traits = self.traits(config, layer)
         if own.mixer:
-            own_traits = own_traits | {"blocks": MIXED, "rope": None}
+            _, *after = found.get("blocks", IN_TURN)
+            own_traits = own_traits | {"blocks": (MIXED, *after), "rope": None}
         return Traits(**found | own_traits)
 
 

@@ -2,6 +2,7 @@
 others). A mixer runs as transformers has it (layer/parts/mixer.py).
 
     qwen3_5_text                           Gated DeltaNet; attention has a gate of its output
+    qwen3_next  qwen3_5_moe_text           the same with experts, and one that is shared
     olmo_hybrid                            Gated DeltaNet with a norm before it and before the MLP;
                                            layers of attention have OLMo 3's norms, RoPE or none
     granitemoehybrid                       Mamba 2 and Granite's four scalars, RoPE or none; models
@@ -13,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 from longctx.model.family import (
-    GATE_UP,
     NORMS,
     OF_Q_AND_K,
     ONE_PLUS,
@@ -22,6 +22,13 @@ from longctx.model.family import (
     ROUNDED_ONCE,
     Family,
     NormClass,
+)
+from longctx.model.mixtures import (
+    DENSE,
+    WITH_SHARED_EXPERT,
+    is_dense,
+    normed_if_asked,
+    softmax_router,
 )
 
 _POST = {"post1": "post_attention_layernorm", "post2": "post_feedforward_layernorm"}
@@ -45,15 +52,22 @@ def _mamba_state(config: Any) -> tuple[int, int]:
     return values * size, channels * (config.mamba_d_conv - 1)
 
 
-_DELTA_NET: dict[str, Any] = dict(
-    mixer="linear_attn",
-    mixer_class="GatedDeltaNet",
-    mixer_state=_delta_state,
-    modules={"mlp": "MLP"},
-    linears={"down": OUT["down"]} | GATE_UP,
-    norms=NORMS,
-)
-_QWEN_MIXED = _DELTA_NET | dict(output_gate=False)
+def _with_delta_net(layer: dict[str, Any]) -> dict[str, Any]:
+    """Returns what describes a layer with a Gated DeltaNet in the place of its attention."""
+    return layer | dict(
+        mixer="linear_attn",
+        mixer_class="GatedDeltaNet",
+        mixer_state=_delta_state,
+        modules={path: name for path, name in layer["modules"].items() if path != "self_attn"},
+        linears={name: path for name, path in layer["linears"].items() if name not in ATTENDS},
+        norms=NORMS,
+        output_gate=False,
+    )
+
+
+ATTENDS = ("q", "k", "v", "o")
+_DELTA_NET = _with_delta_net(DENSE)
+_DELTA_NET_AND_EXPERTS = _with_delta_net(WITH_SHARED_EXPERT)
 _OLMO_MIXED = _DELTA_NET | dict(decoders=("LinearAttentionDecoderLayer",), wide_norms=False)
 _OLMO_ATTENDS: dict[str, Any] = dict(decoders=("AttentionDecoderLayer",))
 _GRANITE_MIXED: dict[str, Any] = dict(
@@ -68,6 +82,13 @@ _GRANITE_MIXED: dict[str, Any] = dict(
 
 def _is_mixed(config: Any, layer: int) -> bool:
     return config.layer_types[layer] == "linear_attention"
+
+
+def _of_qwen3_next(config: Any, layer: int) -> dict[str, Any]:
+    """Layers may have an MLP among layers of experts."""
+    if is_dense(config, layer):
+        return _DELTA_NET if _is_mixed(config, layer) else DENSE
+    return _DELTA_NET_AND_EXPERTS if _is_mixed(config, layer) else {}
 
 
 def _olmo_traits(config: Any, layer: int) -> dict[str, Any]:
@@ -96,7 +117,31 @@ HYBRIDS: tuple[Family, ...] = (
         norms=NORMS | OF_Q_AND_K,
         output_gate=True,
         position_rows=4,
-        by_layer=lambda config, i: _QWEN_MIXED if _is_mixed(config, i) else {},
+        by_layer=lambda config, i: _DELTA_NET if _is_mixed(config, i) else {},
+    ),
+    Family(
+        kind="qwen3_next",
+        prefix="Qwen3Next",
+        **WITH_SHARED_EXPERT,
+        norm=ONE_PLUS,
+        norms=NORMS | OF_Q_AND_K,
+        output_gate=True,
+        router=normed_if_asked,
+        by_layer=_of_qwen3_next,
+    ),
+    Family(
+        kind="qwen3_5_moe_text",
+        module="qwen3_5_moe",
+        prefix="Qwen3_5Moe",
+        base="TextModel",
+        rotary="TextRotaryEmbedding",
+        **WITH_SHARED_EXPERT,
+        norm=ONE_PLUS,
+        norms=NORMS | OF_Q_AND_K,
+        output_gate=True,
+        position_rows=4,
+        router=softmax_router,
+        by_layer=lambda config, i: _DELTA_NET_AND_EXPERTS if _is_mixed(config, i) else {},
     ),
     Family(
         kind="olmo_hybrid",

@@ -59,7 +59,7 @@ _MOE: dict[str, Any] = dict(
 )
 _STATICS = "mlp.gate.moe_statics"
 _ERNIE = _SPARSE | {_STATICS: "Statics"}
-_DENSE: dict[str, Any] = dict(
+DENSE: dict[str, Any] = dict(
     modules={"self_attn": "Attention", "mlp": "MLP"},
     linears=QKV | OUT | GATE_UP,
     stacks={},
@@ -69,20 +69,29 @@ _DENSE: dict[str, Any] = dict(
 )
 
 
-def _softmax_router(config: Any, **settings: Any) -> Router:
+def softmax_router(config: Any, **settings: Any) -> Router:
     """Returns a router that chooses by softmax, as in Mixtral."""
     experts = getattr(config, "num_local_experts", None) or config.num_experts
     return Router(experts=experts, chosen=config.num_experts_per_tok, **settings)
 
 
-def _normed_if_asked(config: Any) -> Router:
+def normed_if_asked(config: Any) -> Router:
     """Returns the same where the configuration says whether the weights are normalised."""
-    return _softmax_router(config, normalised=config.norm_topk_prob)
+    return softmax_router(config, normalised=config.norm_topk_prob)
 
 
 def _shared(path: str) -> dict[str, str]:
     """Returns the linear layers of a shared expert, which is at `path` in a layer."""
     return {f"shared_{name}": f"{path}.{name}_proj" for name in ("gate", "up", "down")}
+
+
+WITH_SHARED_EXPERT: dict[str, Any] = _MOE | dict(
+    modules=_SPARSE | {"mlp.shared_expert": "MLP"},
+    linears=_MOE["linears"] | _shared("mlp.shared_expert") | {"share": "mlp.shared_expert_gate"},
+    width="moe_intermediate_size",
+    shared_width=lambda config: config.shared_expert_intermediate_size,
+)
+"""A layer with experts, and one that is shared and weighed by token, as in Qwen2-MoE."""
 
 
 def _sigmoid_router(config: Any) -> Router:
@@ -101,7 +110,7 @@ def _sigmoid_router(config: Any) -> Router:
 
 def _floored_router(config: Any) -> Router:
     """Returns a router that chooses by softmax and a bias, as in ERNIE 4.5."""
-    return _softmax_router(config, floor=config.moe_norm_min, in_fp32=True)
+    return softmax_router(config, floor=config.moe_norm_min, in_fp32=True)
 
 
 def _gpt_oss_layout(config: Any) -> ExpertLayout:
@@ -110,7 +119,7 @@ def _gpt_oss_layout(config: Any) -> ExpertLayout:
     return ExpertLayout(transposed=True, clamped=Clamped(alpha, limit))
 
 
-def _is_dense(config: Any, layer: int) -> bool:
+def is_dense(config: Any, layer: int) -> bool:
     """Whether a layer has an MLP among layers of experts, as in Qwen3-MoE."""
     sparse = config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
     return layer in config.mlp_only_layers or not sparse
@@ -118,7 +127,7 @@ def _is_dense(config: Any, layer: int) -> bool:
 
 def _of_glm4_moe(config: Any, layer: int) -> dict[str, Any]:
     """The first layers have an MLP, and norms of q and k are a setting."""
-    own = _DENSE if layer < config.first_k_dense_replace else {}
+    own = DENSE if layer < config.first_k_dense_replace else {}
     return own if config.use_qk_norm else own | {"norms": NORMS}
 
 
@@ -126,12 +135,12 @@ def _of_ernie(config: Any, layer: int) -> dict[str, Any]:
     """Layers between two, at intervals, have experts; the shared one is a setting."""
     first, last = config.moe_layer_start_index, config.moe_layer_end_index
     if not first <= layer <= last or (layer + 1) % config.moe_layer_interval:
-        return _DENSE
+        return DENSE
     return {} if config.moe_num_shared_experts else dict(modules=_ERNIE, linears=_MOE["linears"])
 
 
 MIXTURES: tuple[Family, ...] = (
-    Family(kind="mixtral", prefix="Mixtral", **_MOE, window=one_window, router=_softmax_router),
+    Family(kind="mixtral", prefix="Mixtral", **_MOE, window=one_window, router=softmax_router),
     Family(
         kind="qwen3_moe",
         prefix="Qwen3Moe",
@@ -139,24 +148,16 @@ MIXTURES: tuple[Family, ...] = (
         norms=NORMS | OF_Q_AND_K,
         window=one_window,
         width="moe_intermediate_size",
-        router=_normed_if_asked,
-        by_layer=lambda config, i: _DENSE if _is_dense(config, i) else {},
+        router=normed_if_asked,
+        by_layer=lambda config, i: DENSE if is_dense(config, i) else {},
     ),
     Family(
         kind="qwen2_moe",
         prefix="Qwen2Moe",
-        **_MOE
-        | dict(
-            modules=_SPARSE | {"mlp.shared_expert": "MLP"},
-            linears=_MOE["linears"]
-            | _shared("mlp.shared_expert")
-            | {"share": "mlp.shared_expert_gate"},
-        ),
+        **WITH_SHARED_EXPERT,
         window=window_by_type,
-        width="moe_intermediate_size",
-        shared_width=lambda config: config.shared_expert_intermediate_size,
-        router=_normed_if_asked,
-        by_layer=lambda config, i: _DENSE if _is_dense(config, i) else {},
+        router=normed_if_asked,
+        by_layer=lambda config, i: DENSE if is_dense(config, i) else {},
     ),
     Family(
         kind="glm4_moe",
@@ -196,7 +197,7 @@ MIXTURES: tuple[Family, ...] = (
         **_MOE,
         norms=NORMS | OF_Q_AND_K,
         wide_norms=True,
-        router=_normed_if_asked,
+        router=normed_if_asked,
     ),
     Family(
         kind="gpt_oss",
@@ -213,7 +214,7 @@ MIXTURES: tuple[Family, ...] = (
         half_tables=True,
         masks_by_position=False,
         window=window_by_type,
-        router=partial(_softmax_router, over="logits"),
+        router=partial(softmax_router, over="logits"),
         experts=_gpt_oss_layout,
     ),
     Family(
@@ -224,7 +225,7 @@ MIXTURES: tuple[Family, ...] = (
         norms=NORMS | OF_Q_AND_K,
         position_rows=4,
         width="moe_intermediate_size",
-        router=_softmax_router,
-        by_layer=lambda config, i: _DENSE if _is_dense(config, i) else {},
+        router=softmax_router,
+        by_layer=lambda config, i: DENSE if is_dense(config, i) else {},
     ),
 )

@@ -41,7 +41,7 @@ from longctx.model.blocks import decoder_layers, seeing_block, state_blocks
 from longctx.model.classes import is_classifier, without_storage
 from longctx.model.costs import StepTable
 from longctx.model.declined import is_dropout, set_dropout_
-from longctx.model.families import base_of, has_windows, known_family, mixes, score_cap
+from longctx.model.families import base_of, family_of, has_windows, known_family, mixes, score_cap
 from longctx.model.family import MLP_WIDTH
 from longctx.model.image_sizes import tower_sizes
 from longctx.model.matrices import stack_names, stacks
@@ -139,7 +139,9 @@ class Subject:
             config = copy.deepcopy(config)
             set_dropout_(config, args.dropout)
         text = config.get_text_config()
-        needed = ("hidden_size", MLP_WIDTH, "num_hidden_layers", "num_attention_heads")
+        family = family_of(text)
+        width = MLP_WIDTH if family is None else family.width
+        needed = ("hidden_size", width, "num_hidden_layers", "num_attention_heads")
         for name in (*needed, "vocab_size"):
             if not isinstance(getattr(text, name, None), int):
                 raise UserError(f"the model's config has no {name}, which the plan needs")

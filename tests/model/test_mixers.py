@@ -317,7 +317,7 @@ def test_a_mixer_keeps_what_the_plan_counts(family) -> None:
     tables = StepTable.of(ours.longctx.sizes(ours), Batch(144, 144)).layers
     planned = sum(table.kept_bytes(asked("o", table)) for table in tables)
     held = sum(x.untyped_storage().nbytes() for x in ours.longctx.store.tensors_on_gpu())
-    assert held <= planned <= held + 512 * 4 * len(tables)
+    assert held <= planned <= held + 512 * 5 * len(tables)  # tensors of a layer, rounded up
     del loss
 
 
