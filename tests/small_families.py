@@ -254,6 +254,9 @@ MIXERS = [
     "granitemoehybrid",
 ]
 """Those with mixers, whose vanilla forward joins the documents of a packed row."""
+DECAYS = ("A_log", "dt_bias", "in_proj_a.weight", "a_proj.weight")
+"""The ends of the names of parameters whose gradients are sums in which most terms cancel. Where a
+state is forgotten at once, as with transformers' initial values, fp32 leaves 2e-4 of them."""
 IN_TORCH_ALONE = pytest.mark.skipif(
     installed("fla"), reason="flash-linear-attention takes neither CPU tensors nor fp32"
 )

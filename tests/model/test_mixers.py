@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 from small_families import (
+    DECAYS,
     IN_TORCH_ALONE,
     MIXERS,
     family_config,
@@ -78,7 +79,7 @@ def assert_equal(theirs: Any, ours: Any, inputs: dict[str, Any]) -> None:
     assert abs(own - loss) <= 1e-6 * loss
     assert found.keys() == grads.keys()
     for name, grad in grads.items():
-        most = MOST_OF_DECAYS if name.endswith(("A_log", "dt_bias")) else MOST
+        most = MOST_OF_DECAYS if name.endswith(DECAYS) else MOST
         assert relative_error(found[name], grad) < most, name
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_families import FIRST_OF_EACH, family_config
+from small_families import DECAYS, FIRST_OF_EACH, family_config
 from small_layer import PACKED, assert_settings_train_exactly, batch, cast, gradients, truth_of
 from small_model import CPU, packed_batch, tiny_config
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel
@@ -85,7 +85,8 @@ def test_all_parts_that_a_family_takes(family) -> None:
     (loss, grads), (truth, truths) = (gradients(m, batch(PACKED)) for m in (ours, vanilla))
     torch.testing.assert_close(loss, truth, rtol=2e-6, atol=0)
     for name, grad in truths.items():
-        assert (grads[name] - grad).norm() <= 2e-5 * grad.norm() + 1e-9, name
+        most = 1e-3 if name.endswith(DECAYS) else 2e-5
+        assert (grads[name] - grad).norm() <= most * grad.norm() + 1e-9, name
 
 
 def test_the_kernels_run_and_nobody_elses_model_has_them(monkeypatch) -> None:
