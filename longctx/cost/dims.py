@@ -29,7 +29,7 @@ class Adapted(NamedTuple):
     outputs: float = 0
     """Elements per token that they add to."""
     parameters: float = 0
-    """Parameters that a token is multiplied by."""
+    """The parameters of all linear layers of the mixer, frozen ones too."""
     rescaled: float = 0
     """Elements of the weights whose rows they rescale (DoRA)."""
 
@@ -38,15 +38,15 @@ class Mixed(NamedTuple):
     """The sizes of a mixer, a module that a layer runs as it is (layer/parts/mixer.py)."""
 
     columns: int
-    """What its linear layers give, in elements of a token together."""
+    """The output features of all linear layers of the mixer together."""
     parameters: int
     """Parameters that a token is multiplied by."""
     trained: int
-    """Those of its parameters that are trained."""
+    """The number of trained parameters of the mixer."""
     state_bytes: int
-    """Bytes of its state at the end of a segment."""
+    """Bytes of the mixer's state at the end of a segment."""
     graph: float
-    """What its graph holds, in elements of `columns`."""
+    """Elements that autograd holds of a token for backward, for each one of `columns`."""
 
 
 @dataclass(frozen=True, kw_only=True)

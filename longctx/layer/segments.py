@@ -30,14 +30,14 @@ from torch import Tensor
 from longctx.attention.documents import Documents
 
 SEGMENT_TOKENS = 16384
-"""Tokens of a segment, padding included. A Gated DeltaNet of Qwen3.5-9B holds 2.2 GiB for backward
-then; its state, which is kept between segments, has 2 MiB."""
+"""Tokens of a segment, padding included. By count the graph of a segment of Qwen3.5-9B's Gated
+DeltaNet has 2.2 GiB, and its state, which is kept between segments, 2 MiB."""
 MOST_PADDING = 1 / 8
 """The share of a batch of documents that may be padding."""
 
 
 class Places(NamedTuple):
-    """Where the tokens of several documents are in their padded batch."""
+    """Maps the tokens of several documents to the padded batch that a mixer runs over."""
 
     tokens: Tensor  # (n,) int64: of the row of all tokens
     padded: Tensor  # (n,) int64: of the batch, its rows one after the other
@@ -45,7 +45,7 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
-    """What one call of a mixer computes."""
+    """The tokens over which a mixer is called once, and the state with which it begins."""
 
     rows: tuple[slice, ...]
     """The tokens of each row of its batch."""

@@ -32,8 +32,7 @@ from longctx.model.mixtures import (
 )
 
 _POST = {"post1": "post_attention_layernorm", "post2": "post_feedforward_layernorm"}
-
-
+_OF_ATTENTION = (*QKV, "o")
 _GRANITE_MLP = {"gate": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"}
 
 
@@ -59,13 +58,14 @@ def _with_delta_net(layer: dict[str, Any]) -> dict[str, Any]:
         mixer_class="GatedDeltaNet",
         mixer_state=_delta_state,
         modules={path: name for path, name in layer["modules"].items() if path != "self_attn"},
-        linears={name: path for name, path in layer["linears"].items() if name not in ATTENDS},
+        linears={
+            name: path for name, path in layer["linears"].items() if name not in _OF_ATTENTION
+        },
         norms=NORMS,
         output_gate=False,
     )
 
 
-ATTENDS = ("q", "k", "v", "o")
 _DELTA_NET = _with_delta_net(DENSE)
 _DELTA_NET_AND_EXPERTS = _with_delta_net(WITH_SHARED_EXPERT)
 _OLMO_MIXED = _DELTA_NET | dict(decoders=("LinearAttentionDecoderLayer",), wide_norms=False)

@@ -11,8 +11,8 @@ runs after the MLP's has turned dy into dh, the last segment first:
     per segment   run the module again, with a graph; dn1, ds at its beginning and the parameters'
                   gradients, from r dh and from ds at its end; dx = dh + rms_norm'(x, dn1)
 
-So there is never more than one segment's graph, whatever the row's length: 2.2 GiB instead of 35
-for 262144 tokens of Qwen3.5-9B. Gradients of parameters are summed over segments in fp32 and
+So there is never more than one segment's graph, whatever the row's length: by count 2.2 GiB instead
+of 35 for 262144 tokens of Qwen3.5-9B. Gradients of parameters are summed over segments in fp32 and
 rounded once. Without z, which the MLP's backward needs to make h again, forward runs once more.
 
 The letters are those of layer/__init__.py.
@@ -39,7 +39,8 @@ from longctx.layer.segments import Segment, kept_states
 from longctx.layer.weights import MIXER
 
 State = tuple[Tensor, ...]
-"""What a mixer hands on from token to token, (rows, ...) each; empty where a document begins."""
+"""The tensors of a mixer's state behind a token, (rows, ...) each; there are none where a document
+begins."""
 
 
 class Mixes(Protocol):
@@ -238,9 +239,9 @@ class Mixer(OverRow):
 
 
 FORWARD, BACKWARD = 6.7, 13.7
-"""What a Gated DeltaNet reads and writes forward and backward, in elements of `Mixed.columns`. Of
-Qwen3.5-9B's, which has 16448 columns, 27 and 55 tensors of 4096 elements a token were counted. No
-GPU has measured them."""
+"""The elements that a Gated DeltaNet reads and writes for a token, forward and backward, for each
+one of `Mixed.columns`. They were counted and not measured: in Qwen3.5-9B, whose mixers have 16448
+columns, 27 and 55 tensors of 4096 elements a token."""
 
 
 def _buffers(s: Sizes, mixed: Mixed, tokens: int) -> tuple[Buffer, ...]:

@@ -35,14 +35,15 @@ Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What the tokens of a batch attend to: the tokens before them in their document, or in the
-    window. No tensor: a model that computes with its masks raises an error, and keeps its own."""
+    """A causal mask without its (S, S) tensor: each token attends to the tokens before it in its
+    document, or in the window. A model that computes with its masks raises an error when it gets
+    this object, and keeps its own attention."""
 
     dense: Callable[[], Tensor | None]
     """Makes the mask as sdpa takes it."""
 
     documents: Documents
-    """Of the tokens that are no padding."""
+    """The bounds of the batch's documents, padding left out."""
     kept: Tensor | None
     """(T,) the indices of these tokens in the flattened batch; None: all."""
     window: int | None
@@ -101,7 +102,7 @@ def longctx_mask(
 
 
 class _Sampled:
-    """What a few tokens see."""
+    """The rows of a mask that belong to a few tokens of the batch."""
 
     def __init__(self, rows: Tensor, tokens: Tensor, seen: Tensor) -> None:
         self.rows, self.tokens, self.seen = rows, tokens, seen  # (N,), (N,), (N, S) on the host

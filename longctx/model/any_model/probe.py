@@ -25,14 +25,16 @@ from longctx.model.specimen import Specimen, of_specimen, outline
 from longctx.options.model import PatchOptions
 
 ROWS, TOKENS = 2, 24
-"""Of the batch on which attention is tried: longer than the windows of `with_short_windows`."""
+"""The rows of the batch on which attention is tried, and the tokens of each: more than the windows
+of `with_short_windows` have."""
 LABELLED = 16
 """Tokens in each of the two rows on which the loss is compared: 32."""
 CLOSE = 2e-5
 """The largest relative difference of two losses that are one."""
 SAME = 1e-3
-"""The same of hidden states, of nine tokens of ten, since a router may decide near ties otherwise.
-The rounding of 30 layers of Gemma 4 with random weights grows to 2.4e-4."""
+"""The largest relative difference of hidden states with two kinds of attention that are one. Nine
+tokens of ten must keep it, since a router may decide near ties otherwise. The rounding of 30 layers
+of Gemma 4 with random weights grows to 2.4e-4."""
 
 
 def why_not_our_attention(config: Any, kind: Any, own: str | None) -> str | None:

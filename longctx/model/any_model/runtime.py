@@ -1,4 +1,4 @@
-"""What a model carries that was patched as any model of transformers: options, store and loss."""
+"""The options, the store of inputs and the loss of a model that was patched as any model."""
 
 from __future__ import annotations
 
