@@ -31,19 +31,17 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.launch import (
-    INTERPRETED,
     Config,
     check_float,
     check_rows,
     check_shape,
+    dot,
     on_device,
     round_to,
     runs_kernel,
     tl,
     triton,
 )
-
-_DOT_IN_FP32 = tl.constexpr(INTERPRETED)
 
 
 class LowRank(NamedTuple):
@@ -167,14 +165,6 @@ def slot_dots_reference(a: Tensor, b: Tensor) -> Tensor:
 
 
 @triton.jit
-def _dot(a, b, total):
-    """total + a b. The interpreter multiplies 16-bit operands in 16 bits, or as integers."""
-    if _DOT_IN_FP32:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision="ieee")
-
-
-@triton.jit
 def _grouped(number, tiles_m, tiles_n, GROUP: tl.constexpr):
     """(m, n) of the tile with this number: GROUP tiles of m for each n, so that tiles that run at
     one time share both operands."""
@@ -242,7 +232,7 @@ def _mm_tile(
             x = tl.load(x_ptrs, mask=depth[None, :] < K - k, other=0.0)
             there = (column[None, :] < width) & (depth[:, None] < K - k)
             weight = tl.load(weight_ptrs, mask=there, other=0.0)
-        total = _dot(x, weight, total)
+        total = dot(x, weight, total)
         x_ptrs += DEPTH
         if BY_INPUTS:
             weight_ptrs += DEPTH
@@ -256,7 +246,7 @@ def _mm_tile(
         for k in tl.range(0, r, RANKS, num_stages=1):
             u = tl.load(u_ptrs, mask=rank[None, :] < r - k, other=0.0)
             there = (column[None, :] < width) & (rank[:, None] < r - k)
-            total = _dot(u, tl.load(b_ptrs, mask=there, other=0.0), total)
+            total = dot(u, tl.load(b_ptrs, mask=there, other=0.0), total)
             u_ptrs += RANKS
             b_ptrs += RANKS * stride_rank
     if HAS_BIAS:
@@ -415,7 +405,7 @@ def _outer_kernel(
         b = tl.load(b_ptrs, mask=there_b, other=0.0)
         next_a = _row_at(rows_a_ptr, i + DEPTH + depth, end, HAS_ROWS_A)
         next_b = _row_at(rows_b_ptr, i + DEPTH + depth, end, HAS_ROWS_B)
-        total = _dot(a, b, total)
+        total = dot(a, b, total)
     acc_ptr += expert.to(tl.int64) * stride_expert + m.to(tl.int64) * ROWS * stride_acc
     acc_ptr += n * BLOCK
     if ADD:

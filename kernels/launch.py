@@ -43,7 +43,7 @@ INTERPRETED = HAS_TRITON and bool(triton.knobs.runtime.interpret)
 """True if TRITON_INTERPRET=1 was set when Triton was imported: kernels then run on CPU tensors,
 slowly."""
 
-_ROUND_BF16 = tl.constexpr(INTERPRETED)
+_BY_HAND = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -52,12 +52,20 @@ def round_to(x, dtype: tl.constexpr):
 
     Triton's interpreter, unlike its compiler, truncates to bf16, so there it is done by hand.
     """
-    if _ROUND_BF16:
+    if _BY_HAND:
         if dtype == tl.bfloat16:
             bits = x.to(tl.uint32, bitcast=True)
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
             x = bits.to(tl.float32, bitcast=True)
     return x.to(dtype)
+
+
+@triton.jit
+def dot(a, b, total):
+    """total + a b. The interpreter multiplies 16-bit operands in 16 bits, or as integers."""
+    if _BY_HAND:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
 
 
 @triton.jit

@@ -42,6 +42,7 @@ def _cases():
         clamped_swiglu,
         cross_entropy,
         cross_entropy_rows,
+        delta_rule,
         divergence,
         grouped_mm,
         grouped_sum,
@@ -173,6 +174,14 @@ def _cases():
         }
         arguments |= strides | {"parts_ptr": "*fp32"}
         yield "sinks_grad", sinks._grad_kernel, t, arguments, sinks.CONFIG
+
+        if t == "bf16":
+            pointers = ("q", "k", "v", "do", "dv", "h", "dh", "dq", "dk", "dw")
+            arguments = {f"{n}_ptr": p for n in pointers} | {"b_ptr": "*fp32", "db_ptr": "*fp32"}
+            arguments |= {"B": 1, "T": 16384, "H": 32, "G": 32, "K": 128, "V": 128}
+            arguments |= {"scale": "fp32", "CHUNK": 64, "BLOCK_K": 64, "BLOCK_V": 64}
+            arguments |= {"BLOCKS_V": 2}
+            yield "delta_rule", delta_rule._chunk_kernel, t, arguments, delta_rule.CONFIG
 
         yield from _grouped_cases(grouped_mm, t)
 
@@ -337,7 +346,7 @@ def _compile(kernel, arguments: dict, config, arch: int):
     signature, constants, divisible = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         value = arguments[name]
-        if name.isupper() and name not in ("T", "D", "F", "H", "K", "V"):
+        if name.isupper() and name not in ("B", "T", "D", "F", "G", "H", "K", "V"):
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, str):
             signature[name] = value
@@ -432,7 +441,7 @@ def test_every_kernel_compiles_for_both_architectures(reports):
     }
     compiled = {(r["name"].split()[0], r["arch"], r["dtype"]) for r in reports}
     expected = {(n, a, t) for n in names for t, archs in TARGETS.items() for a in archs}
-    in_16_bits = {"grouped_mm_adapted", "grouped_mm_adapted_widely"}
+    in_16_bits = {"grouped_mm_adapted", "grouped_mm_adapted_widely", "delta_rule"}
     assert compiled == expected | {(n, a, "bf16") for n in in_16_bits for a in TARGETS["bf16"]}
 
 
