@@ -222,7 +222,10 @@ def chunk_gradients(
     c = CONFIG
     block_k, block_v = (min(c.block, max(16, triton.next_power_of_2(n))) for n in (K, V))
     blocks = triton.cdiv(K, block_k)
-    dq, dk, dw = (q.new_empty(B, T, G, K) for _ in range(3))
+    # What heads of keys get from several ones of values is summed before it is rounded.
+    of_keys = q.dtype if G == H else torch.float32
+    dq, dk = (q.new_empty(B, T, G, K, dtype=of_keys) for _ in range(2))
+    dw = q.new_empty(B, T, G, K)
     db = b.new_empty(blocks, B, T, G)
     with on_device(q):
         _chunk_kernel[(chunks, B * G, blocks)](
@@ -234,7 +237,7 @@ def chunk_gradients(
             num_warps=c.num_warps,
         )
     if G > H:
-        dq, dk = (x.unflatten(2, (H, -1)).sum(3) for x in (dq, dk))
+        dq, dk = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
     return dq, dk, dw, db.sum(0)
 
 
@@ -251,5 +254,5 @@ def _check(B: int, T: int, H: int, G: int, K: int, V: int, chunks: int, **tensor
         raise ValueError(f"heads have at most {MOST} columns, got {K} and {V}")
 
 
-CONFIG = Config(block=64, num_warps=8)
+CONFIG = Config(block=64, num_warps=4)
 """`block`: the most columns of keys that a program has, and of values that it reads at a time."""

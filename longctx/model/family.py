@@ -132,6 +132,8 @@ class Family:
     mixer_package: str = "fla"
     """The package whose kernels transformers takes for it, if it is there; empty where its own code
     is as fast."""
+    mixer_norm: str = ""
+    """The path in it of an RMSNorm that ends with the SiLU of a gate (kernels/gated_norm.py)."""
     mixer_state: Callable[[Any], tuple[int, int]] = field(default=lambda config: (0, 0))
     """Returns the elements of its state, from the configuration: those of the recurrence, in fp32,
     and those of the convolution's last inputs."""

@@ -56,6 +56,7 @@ def _with_delta_net(layer: dict[str, Any]) -> dict[str, Any]:
     return layer | dict(
         mixer="linear_attn",
         mixer_class="GatedDeltaNet",
+        mixer_norm="norm",
         mixer_state=_delta_state,
         modules={path: name for path, name in layer["modules"].items() if path != "self_attn"},
         linears={
@@ -68,7 +69,9 @@ def _with_delta_net(layer: dict[str, Any]) -> dict[str, Any]:
 
 _DELTA_NET = _with_delta_net(DENSE)
 _DELTA_NET_AND_EXPERTS = _with_delta_net(WITH_SHARED_EXPERT)
-_OLMO_MIXED = _DELTA_NET | dict(decoders=("LinearAttentionDecoderLayer",), wide_norms=False)
+_OLMO_MIXED = _DELTA_NET | dict(
+    decoders=("LinearAttentionDecoderLayer",), mixer_norm="o_norm", wide_norms=False
+)
 _OLMO_ATTENDS: dict[str, Any] = dict(decoders=("AttentionDecoderLayer",))
 _GRANITE_MIXED: dict[str, Any] = dict(
     mixer="mamba",

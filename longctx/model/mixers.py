@@ -19,6 +19,7 @@ from torch.func import functional_call
 from longctx.layer.parts.mixer import State
 from longctx.model.families import layers_of
 from longctx.model.family import Family, part_of
+from longctx.model.mixer_kernels import OurConvolution, our_gated_norm
 from longctx.safety.packages import pip_install
 from longctx.safety.system import installed
 
@@ -31,6 +32,8 @@ class ModelsMixer:
     module: nn.Module
     cache: str
     """The name under which its forward takes transformers' cache."""
+    norm: str = ""
+    """The path of its gated norm, if it has one that ours computes."""
 
     @property
     def drops(self) -> bool:
@@ -46,7 +49,9 @@ class ModelsMixer:
     ) -> tuple[Tensor, State]:
         carried = Carried(begin)
         how = {"hidden_states": n, self.cache: carried}
-        z: Tensor = functional_call(self.module, dict(parameters), (), how)
+        norm = self.module.get_submodule(self.norm) if self.norm else None
+        with OurConvolution(), our_gated_norm(norm):
+            z: Tensor = functional_call(self.module, dict(parameters), (), how)
         return z, carried.end
 
 
@@ -71,11 +76,11 @@ class Carried:
     ) -> Tensor:  # (rows, C, t) -> (rows, C, K - 1 + t), or (rows, C, t) at the beginning
         """Returns what the convolution is to read, and takes its last K - 1 inputs."""
         reach = conv_kernel_size - 1
-        if self._begin:
-            x = torch.cat([self._begin[0].to(x.dtype), x], dim=-1)
-        padded = nn.functional.pad(x, (max(0, reach - x.shape[-1]), 0))
+        if self._begin:  # channels stay side by side in memory
+            x = torch.cat([self._begin[0].to(x.dtype).mT, x.mT], dim=1).mT
+        last = x[..., max(0, x.shape[-1] - reach) :]
         # A copy: a view would hold all of a segment's inputs until the row is over.
-        self._convolved.append(padded[..., padded.shape[-1] - reach :].clone())
+        self._convolved.append(nn.functional.pad(last, (reach - last.shape[-1], 0)).clone())
         return x
 
     def update_recurrent_state(self, state: Tensor, layer_idx: int, **_: Any) -> Tensor:
@@ -123,18 +128,18 @@ def mixer_of(layer: Any, family: Family) -> ModelsMixer | None:
     """Returns a layer's mixer; None if the layer has none. `family` is that of the layer."""
     if not family.mixer:
         return None
-    return ModelsMixer(part_of(layer, family.mixer), family.mixer_cache)
+    return ModelsMixer(part_of(layer, family.mixer), family.mixer_cache, family.mixer_norm)
 
 
 _KERNELS = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}
 """The packages that have kernels for mixers, by what is imported of them."""
 
 
-WITH_KERNELS, IN_TORCH = 4.8, 11.3
+WITH_KERNELS, IN_TORCH = 3.3, 9.8
 """What autograd saves of a Gated DeltaNet, in elements of the columns of its linear layers
 (`Mixed.columns`): with a function in the place of flash-linear-attention's that saves its inputs
 and a matrix of each chunk, and with transformers' code in torch. Both were counted on a CPU with
-the dimensions of Qwen3.5-9B (tests/layer/test_mixer.py). With kernels it is 4.3 in transformers
+the dimensions of Qwen3.5-9B (tests/layer/test_mixer.py). With kernels it is 2.8 in transformers
 5.23; 5.17 repeats keys for the heads of values that share them."""
 
 

@@ -20,6 +20,7 @@ from exactness import relative_error
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
 from longctx.cost.kept import Keep
+from longctx.kernels import launch
 from longctx.layer import segments as cutting
 from longctx.layer.norm_spec import NormSpec
 from longctx.layer.passes import Schedule, Traits
@@ -320,7 +321,9 @@ class Kernel(torch.autograd.Function):
 
 @pytest.mark.parametrize("graph", [WITH_KERNELS, IN_TORCH])
 def test_what_a_graph_holds(monkeypatch, graph) -> None:
-    """An eighth of the heads of Qwen3.5-9B, in bf16. The plan takes the most of all versions."""
+    """An eighth of the heads of Qwen3.5-9B, in bf16, with our kernels. The plan takes the most of
+    all versions."""
+    monkeypatch.setattr(launch, "INTERPRETED", True)
     home = import_module("transformers.models.qwen3_5.modeling_qwen3_5")
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, *, initial_state: Tensor, **given: Any) -> Any:
@@ -343,11 +346,11 @@ def test_what_a_graph_holds(monkeypatch, graph) -> None:
     n = torch.randn(1, 512, 512, dtype=torch.bfloat16, requires_grad=True)
     state = torch.zeros(1, 1024, 3, dtype=torch.bfloat16), torch.zeros(1, 4, 128, 128)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        ModelsMixer(module, "cache_params")(n, state, parameters)
+        ModelsMixer(module, "cache_params", "norm")(n, state, parameters)
     own = {p.untyped_storage().data_ptr() for p in parameters.values()}
     held = sum(nbytes for place, nbytes in saved.items() if place not in own)
     columns = sum(len(p) for p in parameters.values() if p.dim() == 2)
-    assert 0.88 * graph <= held / (2 * n.shape[1] * columns) <= 1.01 * graph
+    assert 0.83 * graph <= held / (2 * n.shape[1] * columns) <= 1.01 * graph
 
 
 # --- the cut into segments -------------------------------------------------------------------

@@ -1,0 +1,68 @@
+"""The short convolution of mixers, against its equation in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from exactness import DEVICE, DTYPES, assert_exact
+from longctx.kernels.causal_conv import causal_conv, causal_conv_reference
+
+SHAPES = [
+    (1, 1, 1, 4),  # a token before which there is nothing
+    (2, 35, 130, 4),  # more tokens and channels than a program has
+    (1, 40, 24, 2),
+]
+
+
+def summed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The equation as it stands."""
+    taps, tokens = weight.shape[1], x.shape[1]
+    padded = torch.nn.functional.pad(x, (0, 0, taps - 1, 0))
+    y = torch.stack([padded[:, j : j + tokens] * weight[:, j] for j in range(taps)]).sum(0)
+    return y if bias is None else y + bias
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_as_in_fp64(shape, dtype, plain, request) -> None:
+    if plain:
+        request.getfixturevalue("reference_kernels")
+    B, T, C, taps = shape
+    torch.manual_seed(T)
+    wide = torch.randn(B, T, 2 * C, device=DEVICE).to(dtype)
+    x, dy = wide.split(C, dim=-1)  # tokens at a stride
+    weight, bias = torch.randn(C, taps, device=DEVICE), torch.randn(C, device=DEVICE)
+    given = [x, weight.to(dtype), bias.to(dtype)]
+
+    def run(conv, *tensors: Tensor) -> list[Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        y = conv(*leaves)
+        return [y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+
+    truth = run(summed, *(tensor.double() for tensor in given))
+    naive = run(causal_conv_reference, *given)
+    for name, own, near, true in zip(
+        ("y", "dx", "dw", "db"), run(causal_conv, *given), naive, truth, strict=True
+    ):
+        assert_exact(name, own, near, true)
+
+
+def test_frozen_filters_have_no_gradient() -> None:
+    x = torch.randn(1, 40, 24, device=DEVICE, requires_grad=True)
+    weight = torch.randn(24, 4, device=DEVICE)
+    (dx,) = torch.autograd.grad(causal_conv(x, weight).sum(), x)
+    (true,) = torch.autograd.grad(summed(x.double(), weight.double(), None).sum(), x)
+    torch.testing.assert_close(dx, true, check_dtype=False)
+
+
+def test_what_is_refused() -> None:
+    x = torch.randn(1, 4, 8, device=DEVICE)
+    with pytest.raises(ValueError, match="weight must have shape"):
+        causal_conv(x, torch.randn(9, 4, device=DEVICE))
+    with pytest.raises(ValueError, match="1 to 8 taps"):
+        causal_conv(x, torch.randn(8, 9, device=DEVICE))
+    with pytest.raises(ValueError, match="bias must have shape"):
+        causal_conv(x, torch.randn(8, 4, device=DEVICE), torch.randn(4, device=DEVICE))

@@ -1,0 +1,58 @@
+"""RMSNorm times the SiLU of a gate, against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridRMSNormGated
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+
+from exactness import DEVICE, DTYPES, assert_exact
+from longctx.kernels.gated_norm import gated_norm, gated_norm_reference
+
+SHAPES = [(1, 8), (2, 33, 128), (70, 96), (3, 1000)]
+EPS = 1e-5
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_as_in_fp64(shape, dtype, plain, request) -> None:
+    if plain:
+        request.getfixturevalue("reference_kernels")
+    torch.manual_seed(shape[-1])
+    x, gate, dy = torch.randn(3, *shape, device=DEVICE).to(dtype)
+    given = (x, 3 * gate, torch.randn(shape[-1], device=DEVICE).to(dtype))
+
+    def run(norm, *tensors: Tensor) -> list[Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        y = norm(*leaves, EPS)
+        return [y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+
+    truth = run(gated_norm_reference, *(tensor.double() for tensor in given))
+    naive = run(gated_norm_reference, *given)
+    for name, own, near, true in zip(
+        ("y", "dx", "d_gate", "dw"), run(gated_norm, *given), naive, truth, strict=True
+    ):
+        assert_exact(name, own, near, true)
+
+
+@pytest.mark.parametrize("kind", [Qwen3_5RMSNormGated, OlmoHybridRMSNormGated])
+def test_as_transformers(kind) -> None:
+    """In fp32; in 16 bits transformers rounds in between."""
+    torch.manual_seed(0)
+    theirs = kind(24, eps=EPS).to(DEVICE)
+    torch.nn.init.normal_(theirs.weight)
+    x, gate = torch.randn(2, 7, 24, device=DEVICE)
+    torch.testing.assert_close(gated_norm(x, gate, theirs.weight, EPS), theirs(x, gate))
+
+
+def test_what_is_refused() -> None:
+    x, weight = torch.randn(2, 8, device=DEVICE), torch.ones(8, device=DEVICE)
+    with pytest.raises(ValueError, match="gate must have shape"):
+        gated_norm(x, x[:1], weight, EPS)
+    with pytest.raises(ValueError, match="dtype of gate"):
+        gated_norm(x, x.bfloat16(), weight, EPS)
+    with pytest.raises(ValueError, match="eps"):
+        gated_norm(x, x, weight, -1.0)
