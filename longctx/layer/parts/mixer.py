@@ -11,8 +11,8 @@ runs after the MLP's has turned dy into dh, the last segment first:
     per segment   run the module again, with a graph; dn1, ds at its beginning and the parameters'
                   gradients, from r dh and from ds at its end; dx = dh + rms_norm'(x, dn1)
 
-So there is never more than one segment's graph, whatever the row's length: by count 2.2 GiB instead
-of 35 for 262144 tokens of Qwen3.5-9B. Gradients of parameters are summed over segments in fp32 and
+So there is never more than one segment's graph, whatever the row's length: by count 1.7 GiB instead
+of 26 for 262144 tokens of Qwen3.5-9B. Gradients of parameters are summed over segments in fp32 and
 rounded once. Without z, which the MLP's backward needs to make h again, forward runs once more.
 
 The letters are those of layer/__init__.py.
