@@ -18,10 +18,17 @@ class ByBounds(FlashOnCpu):
         return True
 
     def forward(
-        self, qkv: Any, documents: Documents, scale: Any, o: Any, lse: Any, window: Any = None
+        self,
+        qkv: Any,
+        documents: Documents,
+        scale: Any,
+        o: Any,
+        lse: Any,
+        window: Any = None,
+        sinks: Any = None,
     ) -> None:
         if documents.keys is None:
-            return super().forward(qkv, _found(documents), scale, o, lse, window)
+            return super().forward(qkv, _found(documents), scale, o, lse, window, sinks)
         for own, parts in _parts(qkv, documents):
             after = len(parts.k) - len(parts.q)
             o[own], lse[:, own] = Math().document_forward(parts, scale, window, after)
@@ -35,10 +42,11 @@ class ByBounds(FlashOnCpu):
         o: Any,
         lse: Any,
         window: Any = None,
+        sinks: Any = None,
         out: Any = None,
     ) -> Any:
         if documents.keys is None:
-            return super().backward(do, qkv, _found(documents), scale, o, lse, window, out)
+            return super().backward(do, qkv, _found(documents), scale, o, lse, window, sinks, out)
         both = zip(_parts(qkv, documents), _parts(out, documents), strict=True)
         for (own, parts), (_, grads) in both:
             after = len(parts.k) - len(parts.q)

@@ -32,7 +32,7 @@ from longctx.attention import flash4
 from longctx.attention.by_length import LONG, ByLength
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention
-from longctx.attention.sinks import Sinks
+from longctx.attention.sinks import Sinks, add_grad_, merge_sinks_
 from longctx.errors import UserError, print_rank0
 
 aten = torch.ops.aten
@@ -149,24 +149,13 @@ class FlashAttention4(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
-    ) -> None:
-        self.forward_with_sinks(qkv, documents, scale, o, lse, window)
-
-    def forward_with_sinks(
-        self,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
         sinks: Sinks | None = None,
     ) -> None:
         inside = sinks is not None and self._has_sinks(o)
         options = self._options(documents, window, sinks if inside else None)
         self._forward(*qkv, softmax_scale=scale, out=o, lse=lse, **options)
-        if sinks is not None and not inside:
-            sinks.add_(o, lse)
+        if not inside:
+            merge_sinks_(o, lse, sinks)
 
     def backward(
         self,
@@ -177,21 +166,8 @@ class FlashAttention4(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
-        out: QKV | None = None,
-    ) -> QKV:
-        return self.backward_with_sinks(do, qkv, documents, scale, o, lse, window, out)
-
-    def backward_with_sinks(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        out: QKV | None = None,
         sinks: Sinks | None = None,
+        out: QKV | None = None,
     ) -> QKV:
         # Unless deterministic, dq is summed with atomics, whose order changes from run to run.
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -203,8 +179,8 @@ class FlashAttention4(Attention):
         # The gradients of q, k and v need o and lse with sinks, but not these (kernels/sinks.py).
         total = None if sinks is None else sinks.grad
         inside = total is not None and self._has_sinks(do)
-        if sinks is not None and not inside:
-            sinks.add_grad_(do, o, lse)
+        if not inside:
+            add_grad_(sinks, do, o, lse)
         dq, dk, dv = out or (None, None, None)
         grads = self._backward(  # dq may overwrite o: it is written after o was read
             *(*qkv, o, do, lse),
@@ -255,6 +231,7 @@ class Flash(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        sinks: Sinks | None = None,
     ) -> None:
         o_new, lse_new, *_ = aten._flash_attention_forward(
             *(*qkv, *documents.bounds, 0.0, True, False),
@@ -264,6 +241,7 @@ class Flash(Attention):
         # torch's op has no `out`: the copy puts o where the caller keeps it.
         o.copy_(o_new)
         lse.copy_(lse_new)
+        merge_sinks_(o, lse, sinks)
 
     def backward(
         self,
@@ -274,8 +252,10 @@ class Flash(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        sinks: Sinks | None = None,
         out: QKV | None = None,
     ) -> QKV:
+        add_grad_(sinks, do, o, lse)
         no_dropout = torch.empty(2, dtype=torch.uint64, device=do.device)
         grads = aten._flash_attention_backward(
             *(do, *qkv, o, lse, *documents.bounds, 0.0, True),
@@ -301,9 +281,11 @@ class PerDocument(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        sinks: Sinks | None = None,
     ) -> None:
         for doc in documents.slices():
             o[doc], lse[:, doc] = self.document_forward(qkv.of(doc), scale, window)
+        merge_sinks_(o, lse, sinks)
 
     def backward(
         self,
@@ -314,8 +296,10 @@ class PerDocument(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        sinks: Sinks | None = None,
         out: QKV | None = None,
     ) -> QKV:
+        add_grad_(sinks, do, o, lse)
         whole = QKV(*map(torch.empty_like, qkv)) if out is None else out
         for doc in documents.slices():
             grads = self.document_backward(do[doc], qkv.of(doc), scale, o[doc], lse[:, doc], window)
@@ -340,7 +324,7 @@ class Math(PerDocument):
     fuses_sinks = True
     TILE = 1024
 
-    def forward_with_sinks(
+    def forward(
         self,
         qkv: QKV,
         documents: Documents,

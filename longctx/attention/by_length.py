@@ -27,6 +27,7 @@ from torch import Tensor
 
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention
+from longctx.attention.sinks import Sinks, add_grad_, merge_sinks_
 
 LONG = 16384
 """Tokens from which a document is long."""
@@ -59,9 +60,11 @@ class ByLength(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        sinks: Sinks | None = None,
     ) -> None:
         for attention, at, inside in self.runs(documents):
             attention.forward(qkv.of(at), inside, scale, o[at], lse[:, at], window)
+        merge_sinks_(o, lse, sinks)
 
     def backward(
         self,
@@ -72,8 +75,10 @@ class ByLength(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        sinks: Sinks | None = None,
         out: QKV | None = None,
     ) -> QKV:
+        add_grad_(sinks, do, o, lse)
         whole = QKV(*map(torch.empty_like, qkv)) if out is None else out
         for attention, at, inside in self.runs(documents):
             given = (do[at], qkv.of(at), inside, scale, o[at], lse[:, at].contiguous(), window)

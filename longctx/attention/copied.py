@@ -27,6 +27,7 @@ from torch import Tensor
 
 from longctx.attention.documents import Documents, Keys
 from longctx.attention.protocol import QKV, Attention
+from longctx.attention.sinks import Sinks, add_grad_, merge_sinks_
 from longctx.kernels.places import sum_places
 
 MOST_BYTES = 2**27
@@ -91,8 +92,10 @@ class Copied(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        sinks: Sinks | None = None,
     ) -> None:
         self.attention.forward(_copied(qkv, documents), documents, scale, o, lse)
+        merge_sinks_(o, lse, sinks)
 
     def backward(
         self,
@@ -103,8 +106,10 @@ class Copied(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        sinks: Sinks | None = None,
         out: QKV | None = None,
     ) -> QKV:
+        add_grad_(sinks, do, o, lse)
         given, whole = _copied(qkv, documents), out or QKV(*map(torch.empty_like, qkv))
         copies = QKV(whole.q, *map(torch.empty_like, given[1:]))
         self.attention.backward(do, given, documents, scale, o, lse, out=copies)

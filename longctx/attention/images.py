@@ -26,6 +26,7 @@ from torch import Tensor
 from longctx.attention.documents import Documents
 from longctx.attention.prefixes import merge_
 from longctx.attention.protocol import QKV, Attention
+from longctx.attention.sinks import Sinks, add_grad_, merge_sinks_
 
 PIECE = 16384
 """Tokens of images that one second call takes, unless an image alone has more."""
@@ -85,6 +86,7 @@ class BothWays(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        sinks: Sinks | None = None,
     ) -> None:
         self.attention.forward(qkv, documents, scale, o, lse, window)
         for queries, keys, of_images in self.turned:
@@ -94,6 +96,7 @@ class BothWays(Attention):
             merged = o[queries], lse[:, queries]
             merge_(*merged, *later)
             o[queries], lse[:, queries] = merged
+        merge_sinks_(o, lse, sinks)
 
     def backward(
         self,
@@ -104,11 +107,13 @@ class BothWays(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        sinks: Sinks | None = None,
         out: QKV | None = None,
     ) -> QKV:
+        add_grad_(sinks, do, o, lse)
         # The second calls still need the merged o after the first call wrote dq over it.
         merged = [o[queries] for queries, _, _ in self.turned]
-        grads = self.attention.backward(do, qkv, documents, scale, o, lse, window, out)
+        grads = self.attention.backward(do, qkv, documents, scale, o, lse, window, out=out)
         for (queries, keys, of_images), whole in zip(self.turned, merged, strict=True):
             given = do[queries], _parts(qkv, queries, keys), of_images, scale, whole
             found = self.own.backward(*given, lse[:, queries].contiguous())

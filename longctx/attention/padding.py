@@ -31,6 +31,7 @@ from longctx.attention.cross import Cross
 from longctx.attention.documents import Documents, Padding
 from longctx.attention.prefixes import inside, needed, parts_of
 from longctx.attention.protocol import QKV, Attention
+from longctx.attention.sinks import Sinks, add_grad_, merge_sinks_
 
 
 class Row(NamedTuple):
@@ -86,6 +87,7 @@ class Padded(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        sinks: Sinks | None = None,
     ) -> None:
         real, alone = slice(documents.tokens), inside(documents, window)
         own_lse = lse.new_empty(len(lse), documents.tokens)
@@ -97,6 +99,7 @@ class Padded(Attention):
         for queries, keys in _seeing(documents, window):
             parts = parts_of(qkv, queries, keys)
             o[queries], lse[:, queries] = self.cross.forward(parts, scale, needed(parts, window))
+        merge_sinks_(o, lse, sinks)
 
     def backward(
         self,
@@ -107,8 +110,10 @@ class Padded(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        sinks: Sinks | None = None,
         out: QKV | None = None,
     ) -> QKV:
+        add_grad_(sinks, do, o, lse)
         real, alone = slice(documents.tokens), inside(documents, window)
         # o of padding is copied, since dq may take its place.
         seeing = [(*pair, o[pair[0]].clone()) for pair in _seeing(documents, window)]

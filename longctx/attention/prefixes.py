@@ -44,6 +44,7 @@ from torch import Tensor
 from longctx.attention.cross import Cross
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention
+from longctx.attention.sinks import Sinks, add_grad_, merge_sinks_
 
 PIECE = 2**22
 """Elements of o that are merged at a time: 16 MiB in fp32."""
@@ -64,6 +65,7 @@ class Prefixed(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        sinks: Sinks | None = None,
     ) -> None:
         alone = inside(documents, window)
         self.attention.forward(qkv, documents, scale, o, lse, alone)
@@ -72,6 +74,7 @@ class Prefixed(Attention):
                 parts = parts_of(qkv, queries, keys)
                 found = self.cross.forward(parts, scale, needed(parts, window))
                 merge_(o[queries], lse[:, queries], *found)
+        merge_sinks_(o, lse, sinks)
 
     def backward(
         self,
@@ -82,8 +85,10 @@ class Prefixed(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        sinks: Sinks | None = None,
         out: QKV | None = None,
     ) -> QKV:
+        add_grad_(sinks, do, o, lse)
         # The second call still needs the merged o after the first call wrote dq over it.
         taken = out is not None and out.q.data_ptr() == o.data_ptr()  # dq takes o's place
         pieces = [
@@ -91,7 +96,7 @@ class Prefixed(Attention):
             for keys, answers in continuations(documents, window)
         ]
         alone = inside(documents, window)
-        grads = self.attention.backward(do, qkv, documents, scale, o, lse, alone, out)
+        grads = self.attention.backward(do, qkv, documents, scale, o, lse, alone, out=out)
         for keys, answers in pieces:
             sums: list[Tensor] = []
             for queries, merged in answers:

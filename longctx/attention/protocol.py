@@ -55,7 +55,8 @@ class Attention(ABC):
     writes_gradients = False
     """True if backward writes dq, dk and dv in place; else it allocates them, and copies them."""
     fuses_sinks = False
-    """True if its kernels have attention sinks in their softmax, so that o is rounded once."""
+    """True if its kernels have attention sinks in their softmax, so that o is rounded once; else
+    forward merges them into o and lse (attention/sinks.py)."""
     limits: tuple[int, ...] = ()
     """Lengths of the longest document up to which its work is the same."""
 
@@ -75,6 +76,7 @@ class Attention(ABC):
         o: Tensor,  # (T, H, d), written
         lse: Tensor,  # (H, T) fp32 (fp64 for fp64 inputs), written
         window: int | None = None,
+        sinks: Sinks | None = None,  # of these heads; o and lse are those with sinks
     ) -> None: ...
 
     @abstractmethod
@@ -87,41 +89,9 @@ class Attention(ABC):
         o: Tensor,  # (T, H, d)
         lse: Tensor,  # (H, T)
         window: int | None = None,
+        sinks: Sinks | None = None,  # their gradient is added to
         out: QKV | None = None,  # written, and returned; its q may be o
     ) -> QKV: ...  # dq, dk, dv
-
-    def forward_with_sinks(
-        self,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-    ) -> None:
-        """Runs `forward`, and adds the sinks of these heads to its result, if they have some."""
-        self.forward(qkv, documents, scale, o, lse, window)
-        if sinks is not None:
-            sinks.add_(o, lse)
-
-    def backward_with_sinks(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        out: QKV | None = None,
-        sinks: Sinks | None = None,
-    ) -> QKV:
-        """Runs `backward` with o and lse of `forward_with_sinks`, and adds to the gradient of the
-        sinks."""
-        if sinks is not None:  # before dq takes o's place
-            sinks.add_grad_(do, o, lse)
-        return self.backward(do, qkv, documents, scale, o, lse, window, out)
 
     def forward_in_turns(
         self,
@@ -133,10 +103,10 @@ class Attention(ABC):
         window: int | None = None,
         sinks: Sinks | None = None,
     ) -> Iterator[None]:
-        """Runs `forward_with_sinks` as an iterator. It starts at the first advance and pauses while
-        it exchanges tensors with other ranks; o and lse are written when it ends."""
+        """Runs `forward` as an iterator. It starts at the first advance and pauses while it
+        exchanges tensors with other ranks; o and lse are written when it ends."""
         with annotate("attention"):
-            self.forward_with_sinks(qkv, documents, scale, o, lse, window, sinks)
+            self.forward(qkv, documents, scale, o, lse, window, sinks)
         yield from ()
 
     def backward_in_turns(
@@ -152,10 +122,10 @@ class Attention(ABC):
         *,
         out: QKV,
     ) -> Iterator[None]:
-        """Runs `backward_with_sinks` into `out` as an iterator that pauses like `forward_in_turns`,
-        which gave o and lse."""
+        """Runs `backward` into `out` as an iterator that pauses like `forward_in_turns`, which gave
+        o and lse."""
         with annotate("attention"):
-            self.backward_with_sinks(do, qkv, documents, scale, o, lse, window, out, sinks)
+            self.backward(do, qkv, documents, scale, o, lse, window, sinks, out)
         yield from ()
 
 

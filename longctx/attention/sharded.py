@@ -73,10 +73,11 @@ class Sharded(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        sinks: Sinks | None = None,
         out: QKV | None = None,
     ) -> QKV:
         out = out or QKV(*map(torch.empty_like, qkv))
-        rest = documents, scale, o, lse, window
+        rest = documents, scale, o, lse, window, sinks
         take_turns([self.backward_in_turns(do, qkv, *rest, out=out)])
         return out
 
@@ -97,8 +98,8 @@ class Sharded(Attention):
         o_whole = torch.empty_like(whole.q, memory_format=torch.contiguous_format)
         with annotate("attention"):
             own_lse = self._of_heads(lse)
-            rest = documents, scale, o_whole, own_lse, window
-            self.attention.forward_with_sinks(whole, *rest, self._own(sinks))
+            rest = documents, scale, o_whole, own_lse, window, self._own(sinks)
+            self.attention.forward(whole, *rest)
             del rest
         del whole
         back = self._to_tokens([o_whole])
@@ -125,10 +126,8 @@ class Sharded(Attention):
         *whole, do, o = there()
         with annotate("attention"):
             own_lse = self._of_heads(lse)
-            rest = documents, scale, o, own_lse, window
-            grads = self.attention.backward_with_sinks(
-                do, QKV(*whole), *rest, sinks=self._own(sinks)
-            )
+            rest = documents, scale, o, own_lse, window, self._own(sinks)
+            grads = self.attention.backward(do, QKV(*whole), *rest)
         del whole, do, o, rest
         back = self._to_tokens(grads)
         del grads

@@ -25,11 +25,15 @@ class Sinks(NamedTuple):
     def of(self, heads: slice) -> Sinks:
         return Sinks(self.logits[heads], None if self.grad is None else self.grad[heads])
 
-    def add_(self, o: Tensor, lse: Tensor) -> None:  # (T, H, d), (H, T)
-        """Adds the sinks to the result of attention without them."""
-        add_sinks_(o, lse, self.logits)
 
-    def add_grad_(self, do: Tensor, o: Tensor, lse: Tensor) -> None:
-        """Adds to their gradient, from o (T, H, d) and lse (H, T) with sinks."""
-        if self.grad is not None:
-            self.grad.add_(sinks_grad(do, o, lse, self.logits))
+def merge_sinks_(o: Tensor, lse: Tensor, sinks: Sinks | None) -> None:  # (T, H, d), (H, T)
+    """Adds the sinks, if there are some, to the result of attention without them."""
+    if sinks is not None:
+        add_sinks_(o, lse, sinks.logits)
+
+
+def add_grad_(sinks: Sinks | None, do: Tensor, o: Tensor, lse: Tensor) -> None:
+    """Adds to the gradient of sinks that train, from o (T, H, d) and lse (H, T) with sinks: before
+    backward writes dq over o."""
+    if sinks is not None and sinks.grad is not None:
+        sinks.grad.add_(sinks_grad(do, o, lse, sinks.logits))

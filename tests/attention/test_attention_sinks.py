@@ -11,12 +11,12 @@ from torch import Tensor
 
 from exactness import DEVICE, assert_exact
 from longctx.attention import flash4
-from longctx.attention.backends import FlashAttention4, Math
+from longctx.attention.backends import FlashAttention4, Math, PerDocument
 from longctx.attention.cross import cross_of
 from longctx.attention.documents import Documents
 from longctx.attention.prefixes import Prefixed
 from longctx.attention.protocol import QKV, Attention, take_turns
-from longctx.attention.sinks import Sinks
+from longctx.attention.sinks import Sinks, add_grad_, merge_sinks_
 from longctx.kernels.sinks import sinks_grad
 
 TREES = {
@@ -93,8 +93,8 @@ def test_against_an_explicit_softmax(name, dtype, tree, window) -> None:
 def test_frozen_sinks_have_no_gradient() -> None:
     o, lse = torch.ones(3, 2, 8, device=DEVICE), torch.zeros(2, 3, device=DEVICE)
     sinks = Sinks(torch.zeros(2, device=DEVICE))
-    sinks.add_(o, lse)
-    sinks.add_grad_(o, o, lse)
+    merge_sinks_(o, lse, sinks)
+    add_grad_(sinks, o, o, lse)
     assert sinks.grad is None and o.unique().tolist() == [0.5]
 
 
@@ -113,11 +113,11 @@ def test_plain_torch_rounds_o_once() -> None:
     attention = Math()
     (call, _), (wide, _) = call_of(torch.bfloat16), call_of(torch.bfloat16)
     wide = (QKV(*(x.float() for x in wide[0])), *wide[1:3], wide[3].float(), *wide[4:])
-    attention.forward_with_sinks(*call)
-    attention.forward_with_sinks(*wide)
+    attention.forward(*call)
+    attention.forward(*wide)
     once = call[3].clone()
     assert torch.equal(once, wide[3].bfloat16()) and torch.equal(call[4], wide[4])
-    Attention.forward_with_sinks(attention, *call)
+    PerDocument.forward(attention, *call)
     errors = [float((x.float() - wide[3]).norm()) for x in (once, call[3])]
     assert 1.1 * errors[0] < errors[1]
     torch.testing.assert_close(call[4], wide[4])
@@ -135,7 +135,7 @@ class Package:
         self.asked.append(learnable_sink)
         sinks = None if self.asked[-1] is None else Sinks(self.asked[-1])
         given = QKV(*qkv), self._documents(cu_seqlens_q), softmax_scale, out, lse, None, sinks
-        Math().forward_with_sinks(*given)
+        Math().forward(*given)
 
     def backward(
         self, q, k, v, o, do, lse, *, softmax_scale, cu_seqlens_q, learnable_sink=None, **options
@@ -167,10 +167,9 @@ def test_flash_attention_4_has_sinks_in_its_softmax(inside, frozen, monkeypatch)
         call, do = call_of(torch.float32)
         if frozen:
             call = (*call[:-1], Sinks(call[-1].logits))
-        attention.forward_with_sinks(*call)
-        *rest, sinks = call
-        grads = attention.backward_with_sinks(do, *rest, sinks=sinks)
-        found.append([call[3], call[4], *grads, *([] if frozen else [sinks.grad])])
+        attention.forward(*call)
+        grads = attention.backward(do, *call)
+        found.append([call[3], call[4], *grads, *([] if frozen else [call[-1].grad])])
     for ours, wanted in zip(*found, strict=True):
         torch.testing.assert_close(ours, wanted)
     forward, backward = package.asked

@@ -71,6 +71,6 @@ def test_as_a_dense_mask(window, softcap, in_place, piece, monkeypatch) -> None:
     both.forward(qkv, found, 0.3, o, lse, window)
     torch.testing.assert_close(o, expected.detach(), rtol=1e-12, atol=1e-12)
     out = QKV(o, torch.empty_like(qkv.k), torch.empty_like(qkv.v)) if in_place else None
-    ours = both.backward(do, qkv, found, 0.3, o, lse, window, out)
+    ours = both.backward(do, qkv, found, 0.3, o, lse, window, out=out)
     for grad, theirs in zip(ours, grads, strict=True):
         torch.testing.assert_close(grad, theirs, rtol=1e-11, atol=1e-12)

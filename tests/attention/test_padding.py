@@ -75,7 +75,7 @@ def test_as_by_the_mask(name, dtype, case, window, blind) -> None:
     padded.forward(QKV(q, k, v), documents, d**-0.5, o, lse, given)
     found = [o.clone()]
     out = QKV(o, torch.full_like(k, torch.nan), torch.full_like(v, torch.nan))
-    found += padded.backward(do, QKV(q, k, v), documents, d**-0.5, o, lse, given, out)
+    found += padded.backward(do, QKV(q, k, v), documents, d**-0.5, o, lse, given, out=out)
 
     truths = by_mask([x.double() for x in tensors], rows, window, blind)
     naives = by_mask(tensors, rows, window, blind)

@@ -114,7 +114,7 @@ def run(
     attention.forward(QKV(q, k, v), documents, scale, o, lse, window)
     given = o.clone()
     out = QKV(o, torch.full_like(k, torch.nan), torch.full_like(v, torch.nan))
-    return [given, *attention.backward(do, QKV(q, k, v), documents, scale, o, lse, window, out)]
+    return [given, *attention.backward(do, QKV(q, k, v), documents, scale, o, lse, window, out=out)]
 
 
 def draw(documents: Documents, H: int, K: int, d: int, dtype: torch.dtype, seed=0) -> list[Tensor]:

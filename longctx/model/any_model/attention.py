@@ -28,7 +28,7 @@ from transformers.modeling_utils import AttentionInterface
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention
-from longctx.attention.sinks import Sinks
+from longctx.attention.sinks import Sinks, add_grad_, merge_sinks_
 from longctx.errors import UserError
 from longctx.model.any_model.masks import Seen, longctx_mask
 
@@ -142,7 +142,7 @@ class _Attention(torch.autograd.Function):
         lse = torch.empty(q.shape[1], q.shape[0], dtype=dtype, device=q.device)
         attention.forward(QKV(q, k, v), documents, scale, o, lse, window)
         if sinks is not None:
-            Sinks(sinks).add_(o, lse)
+            merge_sinks_(o, lse, Sinks(sinks))
         ctx.save_for_backward(q, k, v, o, lse, sinks)
         ctx.given = attention, documents, scale, window
         return o
@@ -155,7 +155,7 @@ class _Attention(torch.autograd.Function):
         d_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             d_sinks = torch.zeros(sinks.shape, dtype=lse.dtype, device=q.device)
-            Sinks(sinks, d_sinks).add_grad_(do, o, lse)
+            add_grad_(Sinks(sinks, d_sinks), do, o, lse)
             d_sinks = d_sinks.to(sinks.dtype)
         grads = attention.backward(do.contiguous(), QKV(q, k, v), documents, scale, o, lse, window)
         return *grads, d_sinks, None, None, None, None
