@@ -100,8 +100,13 @@ def is_classifier(config: Any) -> bool:
 
 def as_reward_model(config: Any) -> None:
     """Makes the configuration of a language model that of a model of rewards, with a head of one
-    number. Raises UserError for a classifier of several classes, and for a model type of which
-    transformers has none."""
+    number. Raises UserError for a classifier of several classes, for a model that sees images, and
+    for a model type of which transformers has none."""
+    if config.model_type in PREFIXES:
+        raise UserError(
+            f"models of type {config.model_type!r} see images, and --task reward trains language "
+            "models alone: start from one"
+        )
     if is_classifier(config) and config.num_labels != 1:
         raise UserError(
             f"a model of rewards has a head of one number, and this one of {config.num_labels} "

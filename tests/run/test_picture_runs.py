@@ -312,14 +312,10 @@ def test_pictures_are_refused_by_a_model_of_text(of_text, tmp_path, monkeypatch)
     assert found.startswith("/pictures.jsonl:2: " + READERS)
 
 
-def test_pictures_are_refused_by_other_tasks(flags_of, tmp_path, monkeypatch) -> None:
-    pair = {
-        "prompt": [{"role": "user", "content": [{"type": "image"}, "What?"]}],
-        "chosen": [{"role": "assistant", "content": "Red."}],
-        "rejected": [{"role": "assistant", "content": "Blue."}],
-        "images": ["red.png"],
-    }
-    found = refused(flags_of("gemma3", [pair]), tmp_path, monkeypatch, "--task", "reward")
+def test_pictures_are_refused_by_other_tasks(flags_of, model_of, tmp_path, monkeypatch) -> None:
+    flags = flags_of("gemma3", [small.asked("red.png")])
+    words = ("--task", "distill", "--teacher", str(model_of("gemma3")))
+    found = refused(flags, tmp_path, monkeypatch, *words)
     assert found.startswith("/pictures.jsonl:1: " + READERS)
 
 

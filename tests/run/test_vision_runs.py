@@ -21,7 +21,7 @@ from longctx.errors import UserError
 from longctx.lora.adapters import adapter_bytes
 from longctx.lora.merge import main as merge
 from longctx.model.blocks import state_blocks
-from longctx.model.classes import class_of
+from longctx.model.classes import as_reward_model, class_of
 from longctx.model.vision import at_rest, towers
 from longctx.options.config import ModelArguments
 from longctx.plan.predict import Subject
@@ -211,6 +211,11 @@ def test_what_sees_images_trains_in_one_process_without_an_engine(engine, proces
     check_towers(trains, seeing, Plain(), 1)
     with pytest.raises(UserError, match="--train_vision is for one process without an engine"):
         check_towers(trains, seeing, engine, processes)
+
+
+def test_a_model_that_sees_images_gives_no_rewards() -> None:
+    with pytest.raises(UserError, match="'gemma3' see images, and --task reward trains language"):
+        as_reward_model(vision_config("gemma3"))
 
 
 def test_rows_with_pictures_that_processes_cannot_share() -> None:
