@@ -1,7 +1,7 @@
 """Writes a small model that sees, with conversations and pairs about coloured squares: the smoke's.
 
     python profiling/pictures_to_read.py FOLDER
-    python profiling/pictures_to_read.py FOLDER --model qwen3_vl
+    python profiling/pictures_to_read.py FOLDER --model qwen3_vl      (or qwen3_5)
 
 The model has random weights and is in FOLDER/model; the pictures and pictures.jsonl, as
 `longctx train` and recipes/trl_images.py read them, are beside it, and so is pairs.jsonl.
@@ -24,6 +24,7 @@ COLOURS = {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (40, 60, 210)}
 PLACES = {
     "llava": "<image>",
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen3_5": "<|vision_start|><|image_pad|><|vision_end|>",
 }
 """Model -> what its chat template writes where a picture stands."""
 TEMPLATE = (
@@ -60,7 +61,7 @@ def make_model(
     heads: dict[str, Any] = dict(num_attention_heads=hidden // 64, num_hidden_layers=layers)
     text = dict(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden)
     text |= dict(max_position_embeddings=4096, **heads)
-    settings = (_llava if kind == "llava" else _qwen)(folder, tokenizer, ids, heads, side)
+    settings = SETTINGS[kind](folder, tokenizer, ids, heads, side)
     text |= settings.pop("text_config")
     config = AutoConfig.for_model(kind, text_config=text, **settings)
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder / "model")
@@ -104,6 +105,21 @@ def _qwen(folder: Path, tokenizer: Any, ids: Any, heads: Any, side: int) -> dict
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
     )
+
+
+def _qwen_with_mixers(*given: Any) -> dict[str, Any]:
+    """As Qwen3-VL's, without features for the first layers: three of four layers have mixers, the
+    others RoPE of a quarter of each head."""
+    found = _qwen(*given)
+    del found["vision_config"]["deepstack_visual_indexes"]
+    text = found["text_config"]
+    text["rope_parameters"] |= dict(partial_rotary_factor=0.25, mrope_section=[4, 2, 2])
+    text |= dict(linear_num_key_heads=4, linear_num_value_heads=8)
+    text |= dict(linear_key_head_dim=64, linear_value_head_dim=64)
+    return found
+
+
+SETTINGS = {"llava": _llava, "qwen3_vl": _qwen, "qwen3_5": _qwen_with_mixers}
 
 
 def write_conversations(folder: Path) -> None:

@@ -551,6 +551,10 @@ def _images(inputs: Inputs) -> Iterator[Case]:
         commands=(own.make, (*TRAIN, *pairs, *inputs.at("images_dpo"))),
         prints=(SCHEDULE, FROZEN, "and 10 pictures"),
     )
+    own = Seeing(inputs, "hybrid_images", model="qwen3_5")
+    trained = (*TRAIN, *own.flags("--train_vision"), *inputs.at("hybrid_images"))
+    prints = (SCHEDULE, "what sees images is trained, too")
+    yield Case(name="hybrid_images", commands=(own.make, trained), prints=prints)
 
 
 FROZEN = "what sees images is frozen"
@@ -559,9 +563,9 @@ FROZEN = "what sees images is frozen"
 class Seeing:
     """A case's own tiny model that sees images, with conversations and pairs about some."""
 
-    def __init__(self, inputs: Inputs, name: str) -> None:
+    def __init__(self, inputs: Inputs, name: str, model: str = "qwen3_vl") -> None:
         self._folder = inputs.folder / f"{name}_data"
-        words = ("profiling/pictures_to_read.py", str(self._folder), "--model", "qwen3_vl")
+        words = ("profiling/pictures_to_read.py", str(self._folder), "--model", model)
         self.make: Words = (sys.executable, *words)
 
     def flags(self, *words: str, file: str = "pictures") -> Words:

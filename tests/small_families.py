@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, GptOssConfig, PretrainedConfig
 
-from longctx.model.families import base_of, known_family
+from longctx.model.families import base_of, layers_of
 from longctx.model.family import part_of
 from longctx.safety.system import installed
 
@@ -294,6 +294,8 @@ def mix_documents_apart_(model: nn.Module) -> None:
 
     def read(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         found = kwargs.get("position_ids")
+        if found is not None and found.dim() == 3:  # the first row tells documents apart
+            found = found[0]
         begins = found is not None and bool((found[:, 0] == 0).all())
         rows[:] = [_lengths(row) for row in found] if begins else []  # else a token is generated
 
@@ -304,10 +306,8 @@ def mix_documents_apart_(model: nn.Module) -> None:
 
 def mixers_of(model: Any) -> list[Any]:
     """The mixers of a model's layers."""
-    family = known_family(base_of(model))
-    layers = enumerate(base_of(model).layers)
-    paths = ((layer, family.of_layer(model.config, i).mixer) for i, layer in layers)
-    return [part_of(layer, path) for layer, path in paths if path]
+    layers = layers_of(base_of(model))
+    return [part_of(layer, family.mixer) for layer, family in layers if family.mixer]
 
 
 def _lengths(positions: Tensor) -> list[int]:  # (S,)

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from small_layer import assert_exact_run, cast
 from small_tokenizer import small_tokenizer
-from small_vision import vision_config
+from small_vision import move_, skip_with_kernels, vision_config
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -40,6 +40,7 @@ PLACES = {
     "llava": "<image>",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen3_5": "<|vision_start|><|image_pad|><|vision_end|>",
 }
 _SPECIAL = {
     "gemma3": ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
@@ -71,6 +72,7 @@ def tokenizer_of(kind: str) -> Any:
 
 def seeing_model(folder: Path, kind: str) -> Path:
     """Writes a model, its tokenizer and what prepares its images."""
+    skip_with_kernels(kind)
     tokenizer = tokenizer_of(kind)
     config = vision_config(kind, vocab_size=len(tokenizer))
     ids = tokenizer.convert_tokens_to_ids
@@ -97,9 +99,7 @@ def seeing_model(folder: Path, kind: str) -> Path:
         ).save_pretrained(folder)
     set_seed(0)
     model = AutoModelForImageTextToText.from_config(config)
-    with torch.no_grad():  # Gemma 3's projector begins as zeros, so that no gradient passes it
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
+    move_(model)
     model.save_pretrained(folder)
     return folder
 

@@ -45,7 +45,7 @@ def class_of(config: Any) -> Any | None:
 
 def sees_images(config: Any) -> bool:
     """Whether a model is read as a vision-language one: the schedule knows it as such, or its
-    configuration says so and no causal class can read its files. Qwen3.5's causal class leaves the
+    configuration says so and no causal class can read its files. That of `qwen4_exp` leaves the
     tower out; that of Llama 3.2 Vision would find weights which it does not know."""
     if config.model_type in PREFIXES:
         return True

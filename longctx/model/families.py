@@ -384,7 +384,6 @@ def has_windows(config: PretrainedConfig) -> bool:
 
 _NOT_YET = {
     "mllama": "its layers of cross-attention to images are not supported yet",
-    "qwen3_5": "its images are not supported yet; AutoModelForCausalLM loads its text model alone",
 }
 """Why a family is missing, by a part of its names in lower case."""
 

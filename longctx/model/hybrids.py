@@ -2,7 +2,9 @@
 others). A mixer runs as transformers has it (layer/parts/mixer.py).
 
     qwen3_5_text                           Gated DeltaNet; attention has a gate of its output
-    qwen3_next  qwen3_5_moe_text           the same with experts, and one that is shared
+    qwen3_next  qwen3_5_moe_text           the same with experts, and one that is shared; the text
+                                           models of Qwen3.5 get three rows of positions, which
+                                           attention reads and mixers do not (positions.py)
     olmo_hybrid                            Gated DeltaNet with a norm before it and before the MLP;
                                            layers of attention have OLMo 3's norms, RoPE or none
     granitemoehybrid                       Mamba 2 and Granite's four scalars, RoPE or none; models

@@ -181,5 +181,7 @@ KINDS: dict[str, Kind] = {
     "qwen2_5_vl": Kind(_qwen, saved=(15, 4)),
     "qwen3_vl": Kind(_qwen, saved=(10, 2)),
     "qwen3_vl_moe": Kind(_qwen, saved=(10, 2)),
+    "qwen3_5": Kind(_qwen, saved=(10, 2)),
+    "qwen3_5_moe": Kind(_qwen, saved=(10, 2)),
 }
 """By `model_type`."""

@@ -38,6 +38,8 @@ PREFIXES = {
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl": "Qwen3VL",
     "qwen3_vl_moe": "Qwen3VLMoe",
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
 }
 """Maps `model_type`, which names transformers' module, to the prefix of its classes."""
 

@@ -20,7 +20,16 @@ from small_layer import (
     gradients,
     truth_of,
 )
-from small_vision import DENSE, FEW, KINDS, image_batch, packed, vision_model, with_gradients_
+from small_vision import (
+    DENSE,
+    FEW,
+    IN_TURNS,
+    KINDS,
+    image_batch,
+    packed,
+    vision_model,
+    with_gradients_,
+)
 from torch import Tensor
 
 import longctx
@@ -116,13 +125,13 @@ def test_packed_documents_are_those_of_rows_of_their_own(kind) -> None:
 
 @pytest.mark.parametrize("kind", QWENS)
 def test_each_frequency_reads_its_row(kind) -> None:
-    """Qwen2-VL and 2.5 by sections, Qwen3-VL in turns."""
+    """Qwen2-VL and 2.5 by sections, Qwen3-VL and Qwen3.5 in turns."""
     base = vision_model(kind).model.language_model
     rope = base.config.rope_parameters["mrope_section"]
     rows = rows_of(base.rotary_emb, base.rotary_emb.inv_freq).tolist()
     sections = [row for row, count in enumerate(rope) for _ in range(count)]
     turns = [j % 3 if j < 3 * rope[j % 3] else 0 for j in range(sum(rope))]
-    assert rows == (turns if kind.startswith("qwen3_vl") else sections)
+    assert rows == (turns if kind.startswith(IN_TURNS) else sections)
 
 
 LADDERS = {
@@ -231,3 +240,15 @@ def test_states_and_attentions_beside_images(kind, called, capsys) -> None:
         assert len(found[name]) == len(expected[name]) >= 3
         for one, other in zip(found[name], expected[name], strict=True):
             torch.testing.assert_close(one, other, **CLOSE)
+
+
+def test_hugging_faces_mixers_take_a_document_with_an_image_and_no_second_one() -> None:
+    """They run for the sake of a hook."""
+    naive, ours = pair("qwen3_5")
+    ours.model.language_model.layers[0].mlp.register_forward_hook(lambda *a: None)
+    first, second = (image_batch("qwen3_5", [[5]], seed=seed) for seed in range(2))
+    with torch.no_grad():
+        expected, found = (model(**on_device(first)).loss for model in (naive, ours))
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(UserError, match="would join the documents of a packed row"):
+        ours(**on_device(packed(ours, [first, second])))

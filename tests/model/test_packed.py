@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_families import FIRST_OF_EACH, MIXERS, family_config
+from small_families import FIRST_OF_EACH, family_config
 from small_vision import KINDS, vision_config
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from exactness import DEVICE
 from longctx.data.rows import collate
 from longctx.model.classes import class_of
+from longctx.model.families import mixes
 from longctx.model.packed import why_joined, with_short_windows
 from longctx.model.positions import keep_documents_apart
 from longctx.model.specimen import POOL_NUMBERS, Specimen, _view, outline
@@ -104,7 +105,8 @@ def test_the_probe_says_what_is_true(kind) -> None:
 def test_hugging_faces_layers_of_our_families_keep_documents_apart(family) -> None:
     """All but mixers, which the schedule alone keeps apart."""
     config = vision_config(family) if family in KINDS else family_config(family)
-    assert (why_joined(specimen(config), torch.float32) is None) == (family not in MIXERS)
+    apart = not mixes(config.get_text_config())
+    assert (why_joined(specimen(config), torch.float32) is None) == apart
     if with_short_windows(config):
         assert why_joined(specimen(config), torch.float32) is None
 

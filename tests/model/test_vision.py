@@ -11,6 +11,7 @@ import pickle
 
 import pytest
 import torch
+from small_families import mix_documents_apart_
 from small_layer import (
     DEVICE,
     PACKED,
@@ -47,6 +48,8 @@ def trio(kind: str, dtype: torch.dtype = torch.float32):
     truth = truth_of(naive, dtype)
     ours = copy.deepcopy(naive)
     longctx.patch(ours, strict=True)
+    for model in (truth, naive):
+        mix_documents_apart_(model)
     return truth, naive, ours
 
 

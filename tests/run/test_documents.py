@@ -116,15 +116,14 @@ def test_hugging_faces_layers_are_tried(class_type, dropout, tried, tmp_path, mo
 
 
 def test_a_causal_class_takes_the_text_of_a_configuration(tmp_path) -> None:
-    """As published Qwen3.5, which also sees images."""
+    """As Llama 4, which also sees images."""
     text = dict(vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=4)
     text |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
-    text |= dict(linear_num_key_heads=2, linear_num_value_heads=4)
-    text |= dict(linear_key_head_dim=16, linear_value_head_dim=16)
-    config = AutoConfig.for_model("qwen3_5", text_config=text)
+    text |= dict(num_local_experts=2, intermediate_size_mlp=64, pad_token_id=0)
+    config = AutoConfig.for_model("llama4", text_config=text)
     model_args, args = options(tmp_path, class_type="vanilla")
     assert 0 < weights_bytes(model_args, config, args.device) < 10**6
-    assert needs_one_document(model_args, args, config, text=True)
+    assert not needs_one_document(model_args, args, config, text=True)
 
 
 def test_rows_that_must_hold_several_are_refused(tmp_path, monkeypatch) -> None:

@@ -249,7 +249,8 @@ def test_an_unknown_language_model_is_refused_by_name(tmp_path) -> None:
         ("mllama", "MllamaForConditionalGeneration", "MllamaForConditionalGeneration"),
         ("mllama", "MllamaForCausalLM", "MllamaForCausalLM"),
         ("llava_next", "LlavaNextForConditionalGeneration", "LlavaNextForConditionalGeneration"),
-        ("qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
+        ("qwen4_exp", "Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM"),
+        ("qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"),
         ("gemma3n", "Gemma3nForConditionalGeneration", "Gemma3nForConditionalGeneration"),
     ],
 )
@@ -257,7 +258,7 @@ def test_the_class_that_reads_all_of_a_checkpoint(kind, named, read_as) -> None:
     """Those that transformers' causal classes can read train under engines as before."""
     config = AutoConfig.for_model(kind, architectures=[named])
     assert class_of(config).__name__ == read_as
-    if kind in ("qwen3_5", "gemma3n"):
+    if kind in ("qwen3_5", "qwen4_exp", "gemma3n"):
         check_towers(ModelArguments(seq_len=64), config, Plain(), 2)
 
 

@@ -167,10 +167,12 @@ def _restarting(inputs: dict[str, Any], bounds: Tensor | None) -> Any:
 def _check_apart(base: Any, inputs: dict[str, Any], bounds: Tensor | None, reason: str) -> None:
     """Raises UserError if Hugging Face's mixers would hand the state of a document on to the next
     one in its row."""
-    positions = _restarting(inputs, bounds)
-    if positions is None or not mixes(base.config):
+    if not mixes(base.config):
         return
-    if (positions.diff(dim=-1) != 1).any():
+    found = positions_of(_restarting(inputs, bounds), known_family(base).position_rows)
+    if found is None or found.documents is None:  # those of an image tell no documents apart
+        return
+    if (found.documents.diff(dim=-1) != 1).any():
         raise UserError(
             "Hugging Face's mixers would join the documents of a packed row, and the schedule does "
             f"not run calls with {reason}: pass one document a row"
