@@ -84,6 +84,20 @@ _DELTA_MOE: dict[str, Any] = _LOOP | dict(
     moe_intermediate_size=48,
     shared_expert_intermediate_size=72,
 )
+_GRANITE: dict[str, Any] = dict(
+    embedding_multiplier=6.0,
+    attention_multiplier=0.15,
+    residual_multiplier=0.22,
+    logits_scaling=3.0,
+)
+_MAMBA: dict[str, Any] = _GRANITE | dict(
+    layer_types=_MIXED,
+    mamba_n_heads=8,
+    mamba_d_state=16,
+    mamba_chunk_size=16,
+    eos_token_id=None,
+)
+_GRANITE_MOE = _GRANITE | _LOOP | dict(num_local_experts=6, num_experts_per_tok=3)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", dict(head_dim=64)),
     "mistral": ("mistral", dict(head_dim=64, sliding_window=WINDOW)),
@@ -105,11 +119,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "smollm3",
         dict(no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=WINDOW),
     ),
-    "granite": (
-        "granite",
-        dict(embedding_multiplier=6.0, attention_multiplier=0.15, residual_multiplier=0.22)
-        | dict(logits_scaling=3.0),
-    ),
+    "granite": ("granite", _GRANITE),
     "granite-biases": (
         "granite",
         dict(embedding_multiplier=0.7, attention_multiplier=0.3, residual_multiplier=1.7)
@@ -195,6 +205,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             num_experts=6, num_experts_per_tok=3, norm_topk_prob=False, eos_token_id=None, **_LOOP
         ),
     ),
+    "granitemoe": ("granitemoe", _GRANITE_MOE | dict(eos_token_id=None)),
+    "granitemoeshared": (
+        "granitemoeshared",
+        _GRANITE_MOE | dict(intermediate_size=48, shared_intermediate_size=72, eos_token_id=None),
+    ),
     "gpt_oss": (
         "gpt_oss",
         dict(head_dim=32, num_local_experts=6, num_experts_per_tok=3, sliding_window=WINDOW)
@@ -231,10 +246,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granitemoehybrid": (
         "granitemoehybrid",
-        dict(num_local_experts=0, shared_intermediate_size=144, layer_types=_MIXED)
-        | dict(mamba_n_heads=8, mamba_d_state=16, mamba_chunk_size=16)
-        | dict(embedding_multiplier=6.0, attention_multiplier=0.15, residual_multiplier=0.22)
-        | dict(logits_scaling=3.0, position_embedding_type="rope", eos_token_id=None),
+        _MAMBA
+        | dict(num_local_experts=0, shared_intermediate_size=144, position_embedding_type="rope"),
+    ),
+    "granitemoehybrid-experts": (
+        "granitemoehybrid",
+        _MAMBA | _GRANITE_MOE | dict(intermediate_size=48, shared_intermediate_size=72),
     ),
     "phi3": ("phi3", {}),
     "phi3-windows": ("phi3", dict(sliding_window=WINDOW)),
@@ -252,6 +269,7 @@ MIXERS = [
     "olmo_hybrid",
     "olmo_hybrid-rope",
     "granitemoehybrid",
+    "granitemoehybrid-experts",
 ]
 """Those with mixers, whose vanilla forward joins the documents of a packed row."""
 DECAYS = ("A_log", "dt_bias", "in_proj_a.weight", "a_proj.weight")
@@ -261,6 +279,7 @@ IN_TORCH_ALONE = pytest.mark.skipif(
     installed("fla"), reason="flash-linear-attention takes neither CPU tensors nor fp32"
 )
 EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", "ernie4_5_moe"]
+EXPERTS += ["granitemoe", "granitemoeshared"]
 """Those whose tokens go to experts. In 16 bits some choices flip: tests/model/test_experts.py has
 the same choices on all sides. PEFT's word for all maps adapts routers, too."""
 FIRST_OF_EACH = [*{kind: name for name, (kind, _) in reversed(FAMILIES.items())}.values()]

@@ -55,7 +55,7 @@ from longctx.model.family import (
 )
 from longctx.model.hybrids import HYBRIDS
 from longctx.model.look import Read
-from longctx.model.mixtures import MIXTURES
+from longctx.model.mixtures import GRANITE, MIXTURES
 from longctx.model.vision import is_whole, joint_of
 
 _GELU_TANH: Names = ("transformers.activations.GELUTanh",)
@@ -121,12 +121,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             kind="granite",
             prefix="Granite",
-            traits=lambda config, i: {
-                "scale": config.attention_multiplier,
-                "residual": config.residual_multiplier,
-            },
-            embedding_multiplier=lambda base: base.embedding_multiplier,
-            logits_scaling=lambda model: model.config.logits_scaling,
+            **GRANITE,
         ),
         Family(kind="seed_oss", prefix="SeedOss"),
         Family(

@@ -140,8 +140,8 @@ class Family:
     linears: Mapping[str, str] = field(default_factory=lambda: QKV | OUT | GATE_UP)
     """Maps the names that the parts declare to the paths of a layer's linear layers. Without k and
     v, q holds all three in one parameter; without up, gate holds both. Such layers must have no
-    bias. Without gate, the MLP has none. A shared expert's begin with "shared_", and the one that
-    weighs it for each token is "share"."""
+    bias. Without gate, the MLP has none. A shared expert's begin with "shared_", of which
+    shared_gate may hold shared_up, too, and the one that weighs it for each token is "share"."""
     stacks: dict[str, str] = field(default_factory=dict)
     """Maps the names of the router's weight (E, D) and of the experts' weights, (E, 2 I, D) and
     (E, D, I), to the paths of these parameters. A layer without experts has none."""
@@ -164,6 +164,8 @@ class Family:
     """Maps names of parameters to the paths of a layer's norms."""
     activation: str = "mlp.act_fn"
     """The path of the MLP's activation; empty where there is no MLP."""
+    shared_activation: str = "act_fn"
+    """The name of the activation in the module of the shared expert."""
     activations: Names = _SILU
     """The classes that it may be of."""
     wide_norms: bool = False
@@ -214,7 +216,7 @@ class Family:
 
     def shared(self, config: Any) -> int:
         """Returns the features of a layer's shared expert; 0 if the layer has none."""
-        return self.shared_width(config) if "shared_up" in self.linears else 0
+        return self.shared_width(config) if "shared_down" in self.linears else 0
 
     def of_layer(self, config: Any, layer: int) -> Family:
         """Returns the family as one layer sees it."""
@@ -246,7 +248,7 @@ class Family:
     @cached_property
     def fused(self) -> Names:
         """The paths of linear layers that hold several weights in one parameter."""
-        inside = {"q": "k", "gate": "up"}
+        inside = {"q": "k", "gate": "up", "shared_gate": "shared_up"}
         names = [n for n in inside if n in self.linears and inside[n] not in self.linears]
         return tuple(self.linears[n] for n in names)
 
@@ -262,6 +264,8 @@ class Family:
             rows["q"] += 2 * kv
         if "up" not in self.linears:
             rows["gate"] += F
+        if "shared_up" not in self.linears:
+            rows["shared_gate"] += S
         columns = dict.fromkeys(rows, D) | dict(o=q, down=F, shared_down=S)
         linears = {path: (rows[name], columns[name]) for name, path in self.linears.items()}
         own = dict(q_norm=q, k_norm=kv) if self.wide_norms else dict(q_norm=d, k_norm=d)
@@ -283,8 +287,8 @@ class Family:
     def of_activations(self) -> Names:
         """The paths of a layer's activations: of its MLP or its experts, and of a shared expert."""
         own = (self.activation,) if self.activation else ()
-        shared, _, _ = self.linears.get("shared_up", "").rpartition(".")
-        return (*own, f"{shared}.act_fn") if shared else own
+        shared, _, _ = self.linears.get("shared_down", "").rpartition(".")
+        return (*own, f"{shared}.{self.shared_activation}") if shared else own
 
     @cached_property
     def in_layer(self) -> dict[str, Names]:

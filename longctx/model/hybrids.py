@@ -7,8 +7,8 @@ others). A mixer runs as transformers has it (layer/parts/mixer.py).
                                            attention reads and mixers do not (positions.py)
     olmo_hybrid                            Gated DeltaNet with a norm before it and before the MLP;
                                            layers of attention have OLMo 3's norms, RoPE or none
-    granitemoehybrid                       Mamba 2 and Granite's four scalars, RoPE or none; models
-                                           with experts run Hugging Face's layers
+    granitemoehybrid                       Mamba 2 and Granite's four scalars, RoPE or none; an MLP,
+                                           or experts and one that is shared
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from longctx.model.family import (
 )
 from longctx.model.mixtures import (
     DENSE,
+    GRANITE,
+    GRANITE_SHARED,
     WITH_SHARED_EXPERT,
+    granite_factors,
     is_dense,
     normed_if_asked,
     softmax_router,
@@ -53,20 +56,32 @@ def _mamba_state(config: Any) -> tuple[int, int]:
     return values * size, channels * (config.mamba_d_conv - 1)
 
 
+def _without_attention(layer: dict[str, Any]) -> dict[str, Any]:
+    """Returns the modules and linear layers of a layer but for those of its attention."""
+    modules, linears = layer["modules"].items(), layer["linears"].items()
+    return dict(
+        modules={path: name for path, name in modules if path != "self_attn"},
+        linears={name: path for name, path in linears if name not in _OF_ATTENTION},
+    )
+
+
 def _with_delta_net(layer: dict[str, Any]) -> dict[str, Any]:
     """Returns what describes a layer with a Gated DeltaNet in the place of its attention."""
-    return layer | dict(
+    own: dict[str, Any] = dict(
         mixer="linear_attn",
         mixer_class="GatedDeltaNet",
         mixer_norm="norm",
         mixer_state=_delta_state,
-        modules={path: name for path, name in layer["modules"].items() if path != "self_attn"},
-        linears={
-            name: path for name, path in layer["linears"].items() if name not in _OF_ATTENTION
-        },
         norms=NORMS,
         output_gate=False,
     )
+    return layer | _without_attention(layer) | own
+
+
+def _with_mamba(layer: dict[str, Any]) -> dict[str, Any]:
+    """Returns what describes a layer with a Mamba 2 in the place of its attention."""
+    own = dict(mixer="mamba", mixer_class="MambaLayer", mixer_package="mamba_ssm")
+    return layer | _without_attention(layer) | own | dict(mixer_state=_mamba_state)
 
 
 _DELTA_NET = _with_delta_net(DENSE)
@@ -75,14 +90,14 @@ _OLMO_MIXED = _DELTA_NET | dict(
     decoders=("LinearAttentionDecoderLayer",), mixer_norm="o_norm", wide_norms=False
 )
 _OLMO_ATTENDS: dict[str, Any] = dict(decoders=("AttentionDecoderLayer",))
-_GRANITE_MIXED: dict[str, Any] = dict(
-    mixer="mamba",
-    mixer_class="MambaLayer",
-    mixer_package="mamba_ssm",
-    mixer_state=_mamba_state,
-    modules={"shared_mlp": "MLP"},
-    linears=_GRANITE_MLP,
+_GRANITE_DENSE: dict[str, Any] = dict(
+    modules={"self_attn": "Attention", "shared_mlp": "MLP"},
+    linears=QKV | {"o": OUT["o"]} | _GRANITE_MLP,
+    stacks={},
+    activation="shared_mlp.activation",
+    width="shared_intermediate_size",
 )
+_GRANITE_MIXED, _GRANITE_DENSE_MIXED = map(_with_mamba, (GRANITE_SHARED, _GRANITE_DENSE))
 
 
 def _is_mixed(config: Any, layer: int) -> bool:
@@ -103,12 +118,16 @@ def _olmo_traits(config: Any, layer: int) -> dict[str, Any]:
 
 
 def _granite_traits(config: Any, layer: int) -> dict[str, Any]:
-    """Granite's factors; RoPE is a setting."""
-    return {
-        "scale": config.attention_multiplier,
-        "residual": config.residual_multiplier,
-        "rope": "all" if config.position_embedding_type == "rope" else None,
-    }
+    """RoPE is a setting."""
+    rope = "all" if config.position_embedding_type == "rope" else None
+    return granite_factors(config) | {"rope": rope}
+
+
+def _of_granite(config: Any, layer: int) -> dict[str, Any]:
+    """Models without experts have the shared one alone, as their MLP."""
+    if config.num_local_experts:
+        return _GRANITE_MIXED if _is_mixed(config, layer) else {}
+    return _GRANITE_DENSE_MIXED if _is_mixed(config, layer) else _GRANITE_DENSE
 
 
 HYBRIDS: tuple[Family, ...] = (
@@ -161,15 +180,10 @@ HYBRIDS: tuple[Family, ...] = (
     Family(
         kind="granitemoehybrid",
         prefix="GraniteMoeHybrid",
-        modules={"self_attn": "Attention", "shared_mlp": "MLP"},
-        linears=QKV | {"o": OUT["o"]} | _GRANITE_MLP,
-        activation="shared_mlp.activation",
-        width="shared_intermediate_size",
+        **GRANITE_SHARED,
+        **GRANITE | dict(traits=_granite_traits),
         output="MoeModelOutputWithPast",
         masks_by_position=False,
-        traits=_granite_traits,
-        by_layer=lambda config, i: _GRANITE_MIXED if _is_mixed(config, i) else {},
-        embedding_multiplier=lambda base: base.embedding_multiplier,
-        logits_scaling=lambda model: model.config.logits_scaling,
+        by_layer=_of_granite,
     ),
 )

@@ -7,6 +7,8 @@
                                            that is shared; the first layers have an MLP
     ernie4_5_moe                           the same by softmax, without groups, with a router in
                                            fp32; RoPE of neighbours
+    granitemoe  granitemoeshared           Granite's four scalars; the latter's shared expert is an
+                                           MLP with gate and up in one
     gpt_oss                                attention sinks; experts with biases, transposed weights
                                            and a clamped activation of interleaved gate and up
     qwen3_vl_moe_text                      the text model of a vision-language model (positions.py)
@@ -67,6 +69,17 @@ DENSE: dict[str, Any] = dict(
     activation="mlp.act_fn",
     width=MLP_WIDTH,
 )
+GRANITE: dict[str, Any] = dict(
+    traits=lambda config, layer: granite_factors(config),
+    embedding_multiplier=lambda base: base.embedding_multiplier,
+    logits_scaling=lambda model: model.config.logits_scaling,
+)
+"""Granite's four scalars."""
+
+
+def granite_factors(config: Any) -> dict[str, Any]:
+    """Returns those of Granite's scalars that its layers have."""
+    return {"scale": config.attention_multiplier, "residual": config.residual_multiplier}
 
 
 def softmax_router(config: Any, **settings: Any) -> Router:
@@ -92,6 +105,30 @@ WITH_SHARED_EXPERT: dict[str, Any] = _MOE | dict(
     shared_width=lambda config: config.shared_expert_intermediate_size,
 )
 """A layer with experts, and one that is shared and weighed by token, as in Qwen2-MoE."""
+
+GRANITE_MOE: dict[str, Any] = dict(
+    modules={
+        "self_attn": "Attention",
+        **{"block_sparse_moe": "MoE", "block_sparse_moe.router": "TopKRouter"},
+        "block_sparse_moe.experts": "Experts",
+    },
+    linears=QKV | {"o": OUT["o"]},
+    stacks={
+        "router": "block_sparse_moe.router.weight",
+        "experts_in": "block_sparse_moe.experts.gate_up_proj",
+        "experts_out": "block_sparse_moe.experts.down_proj",
+    },
+    activation="block_sparse_moe.experts.act_fn",
+    router=partial(softmax_router, over="logits"),
+)
+GRANITE_SHARED: dict[str, Any] = GRANITE_MOE | dict(
+    modules=GRANITE_MOE["modules"] | {"shared_mlp": "MLP"},
+    linears=GRANITE_MOE["linears"]
+    | {"shared_gate": "shared_mlp.input_linear", "shared_down": "shared_mlp.output_linear"},
+    shared_activation="activation",
+    shared_width=lambda config: config.shared_intermediate_size,
+)
+"""A layer with experts, and one that is shared, as in Granite 4."""
 
 
 def _sigmoid_router(config: Any) -> Router:
@@ -129,6 +166,12 @@ def _of_glm4_moe(config: Any, layer: int) -> dict[str, Any]:
     """The first layers have an MLP, and norms of q and k are a setting."""
     own = DENSE if layer < config.first_k_dense_replace else {}
     return own if config.use_qk_norm else own | {"norms": NORMS}
+
+
+def _of_granite(config: Any, layer: int) -> dict[str, Any]:
+    """The shared expert is a setting."""
+    own = GRANITE_SHARED if config.shared_intermediate_size else GRANITE_MOE
+    return dict(modules=own["modules"], linears=own["linears"])
 
 
 def _of_ernie(config: Any, layer: int) -> dict[str, Any]:
@@ -198,6 +241,14 @@ MIXTURES: tuple[Family, ...] = (
         norms=NORMS | OF_Q_AND_K,
         wide_norms=True,
         router=normed_if_asked,
+    ),
+    Family(kind="granitemoe", prefix="GraniteMoe", **GRANITE_MOE, **GRANITE),
+    Family(
+        kind="granitemoeshared",
+        prefix="GraniteMoeShared",
+        **GRANITE_SHARED,
+        **GRANITE,
+        by_layer=_of_granite,
     ),
     Family(
         kind="gpt_oss",

@@ -39,7 +39,7 @@ bitsandbytes = pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.usefixtures("plain_kernels")
 DEVICE = torch.device(DEVICE)
 SAFE = "adapter_model.safetensors"
-WIDE = ("mlp.gate.weight", "mlp.router.weight", "_bias")
+WIDE = (".gate.weight", ".router.weight", "_bias")
 """How the names of routers and of biases of experts end, which stay as they are."""
 
 

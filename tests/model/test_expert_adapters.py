@@ -17,7 +17,7 @@ from longctx.options.model import PatchOptions
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("reference_kernels")
-STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 def adapted(model, targets: list[str] | None, rank: int = 3, linears=("q_proj", "o_proj"), **more):
@@ -48,11 +48,19 @@ def test_gradients_are_pefts(family, targets, capsys) -> None:
     assert_like_pefts(adapted(naive, targets), capsys)
 
 
-@pytest.mark.parametrize("use_dora", [False, True])
-def test_a_shared_expert_takes_adapters_as_other_linear_layers_do(use_dora, capsys) -> None:
-    _, naive, _ = trio("qwen2_moe", torch.float32)
-    parts = [f"shared_expert{name}" for name in (".gate_proj", ".up_proj", ".down_proj", "_gate")]
-    theirs = adapted(naive, STACKS[:0] if use_dora else STACKS, linears=parts, use_dora=use_dora)
+SHARED = {
+    "qwen2_moe": [f"shared_expert{n}" for n in (".gate_proj", ".up_proj", ".down_proj", "_gate")],
+    "granitemoeshared": ["shared_mlp.input_linear", "shared_mlp.output_linear"],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "use_dora"), [("qwen2_moe", False), ("qwen2_moe", True), ("granitemoeshared", False)]
+)
+def test_a_shared_expert_takes_adapters_as_other_linear_layers_do(family, use_dora, capsys) -> None:
+    _, naive, _ = trio(family, torch.float32)
+    stacks = STACKS[:0] if use_dora else STACKS
+    theirs = adapted(naive, stacks, linears=SHARED[family], use_dora=use_dora)
     assert_like_pefts(theirs, capsys)
 
 
@@ -63,7 +71,7 @@ def assert_like_pefts(theirs, capsys) -> None:
         loss, grads = gradients(theirs, inputs)
         found, own = gradients(ours, inputs)
         assert relative_error(found, loss) < 1e-6
-        assert grads.keys() == own.keys() and any("expert" in name for name in grads)
+        assert grads.keys() == own.keys() and any("lora_" in name for name in grads)
         for name, grad in grads.items():
             assert relative_error(own[name], grad) < 1e-5, name
     assert "Hugging Face's layers run" not in capsys.readouterr().out

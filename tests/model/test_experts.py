@@ -24,6 +24,7 @@ from small_layer import (
     run,
 )
 from test_every_family import trio
+from transformers import GraniteMoeForCausalLM
 
 from exactness import DEVICE, relative_error
 from longctx.cost.sizes import Batch
@@ -39,8 +40,14 @@ from longctx.plan.predict import Run, Subject
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 FAMILIES = EXPERTS
-BALANCED = [family for family in FAMILIES if family != "glm4_moe"]
-"""Those whose causal models have an auxiliary loss."""
+RECORDED = "router_logits" in GraniteMoeForCausalLM._can_record_outputs
+BALANCED = [
+    family
+    for family in FAMILIES
+    if family != "glm4_moe" and (RECORDED or not family.startswith("granite"))
+]
+"""Those whose causal models have an auxiliary loss. Granite's fail before transformers 5.18, as
+their base models return no logits of routers there."""
 DENSE_TOO = ["qwen3_moe", "qwen2_moe", "glm4_moe", "ernie4_5_moe"]
 """Those with an MLP in some layers."""
 COEFFICIENT = 0.5
@@ -196,10 +203,16 @@ def test_a_family_without_an_auxiliary_loss_gets_none(capsys) -> None:
     assert "calls with output_router_logits" in capsys.readouterr().out
 
 
-def test_a_shared_expert_is_a_setting(capsys) -> None:
-    """ERNIE 4.5 may have none."""
-    models = trio("ernie4_5_moe", torch.float32, moe_num_shared_experts=0)
-    assert models[2].model.layers[2].mlp.shared_experts is None
+@pytest.mark.parametrize(
+    ("family", "setting", "path"),
+    [
+        ("ernie4_5_moe", "moe_num_shared_experts", "mlp.shared_experts"),
+        ("granitemoeshared", "shared_intermediate_size", "shared_mlp"),
+    ],
+)
+def test_a_shared_expert_is_a_setting(family, setting, path, capsys) -> None:
+    models = trio(family, torch.float32, **{setting: 0})
+    assert part_of(models[2].model.layers[2], path) is None
     truth, naive, ours = (run(model, batch([[48]])) for model in models)
     assert_exact_run(ours, naive, truth, torch.float32)
     assert "Hugging Face's layers" not in capsys.readouterr().out
@@ -286,7 +299,7 @@ def test_one_expert_gets_all(family) -> None:
     with torch.no_grad():
         for model in models:
             for name, parameter in model.named_parameters():
-                if name.endswith(("mlp.gate.weight", "mlp.router.weight", "mlp.router.bias")):
+                if name.endswith((".gate.weight", ".router.weight", ".router.bias")):
                     parameter.zero_()
     truth, naive, ours = (run(model, *batches(PACKED, 2)) for model in models)
     assert_exact_run(ours, naive, truth, torch.float32)

@@ -180,9 +180,10 @@ def test_padding_is_left_out() -> None:
     assert_equal(theirs, ours, inputs)
 
 
-def test_prompts_are_shared_by_their_states(monkeypatch) -> None:
+@pytest.mark.parametrize("family", ["olmo_hybrid", "granitemoehybrid-experts"])
+def test_prompts_are_shared_by_their_states(family, monkeypatch) -> None:
     monkeypatch.setattr(shared_prefixes, "LEAST_TOKENS", 64)
-    theirs, ours = pair("olmo_hybrid", share_prefixes=True)
+    theirs, ours = pair(family, share_prefixes=True)
     ids = torch.randint(211, (1, 90))
     answers = [torch.cat([ids, torch.randint(211, (1, n))], 1) for n in (30, 7, 41)]
     rows = [dict(input_ids=a, position_ids=torch.arange(a.shape[1])[None]) for a in answers]
@@ -204,20 +205,27 @@ def test_prompts_are_shared_by_their_states(monkeypatch) -> None:
 
 # --- adapters --------------------------------------------------------------------------------
 
-EVERY = ["q_proj", "k_proj", "v_proj", "a_proj", "g_proj", "o_proj", "gate_proj", "down_proj"]
+EVERY = {
+    "olmo_hybrid": ["a_proj", "g_proj", "gate_proj", "down_proj"],
+    "granitemoehybrid-experts": ["in_proj", "out_proj", "input_linear", "output_linear"],
+}
+"""Linear layers of the mixers and of MLPs."""
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_adapters_in_a_frozen_mixer(dora) -> None:
-    theirs, _ = pair("olmo_hybrid")
-    config = peft.LoraConfig(r=4, target_modules=EVERY, init_lora_weights=False, use_dora=dora)
+@pytest.mark.parametrize(
+    ("family", "dora"), [*((name, False) for name in EVERY), ("olmo_hybrid", True)]
+)
+def test_adapters_in_a_frozen_mixer(family, dora) -> None:
+    theirs, _ = pair(family)
+    targets = [*EVERY[family], "q_proj", "k_proj", "v_proj", "o_proj"]
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, use_dora=dora)
     torch.manual_seed(1)
     theirs = peft.get_peft_model(ours_unpatched(theirs), config)
     ours = longctx.patch(copy.deepcopy(theirs), strict=True)
     apart(theirs.get_base_model())
     assert_equal(theirs, ours, batch(ROWS["packed"]))
     trained = {name for name, p in ours.named_parameters() if p.requires_grad}
-    assert any("linear_attn.g_proj.lora_A" in name for name in trained)
+    assert all(any(f"{own}.lora_A" in name for name in trained) for own in targets)
     assert all("lora_" in name for name in trained)
 
 

@@ -326,7 +326,8 @@ SEEN = {
 """Attributes that strangers.py compares, or that the schedule itself reads."""
 ELSEWHERE = {
     *("training", "layer_idx"),
-    *("has_experts", "block_sparse_moe"),  # Granite's, which _undeclared finds
+    *("has_experts", "block_sparse_moe", "shared_mlp"),  # Granite's, which _undeclared finds
+    "input_size",  # the last dimension of what Granite's experts read
     "has_sliding_layers",  # which masks are made, not which a layer gets
     "num_key_value_heads",  # Phi3's, beside num_key_value_groups
     "normalized_shape",  # compared as the weight's shape

@@ -57,7 +57,7 @@ class Experts(OverTiles):
     """The block in one pass. `kept` has ids (T, k), and gate and up, (T, k, 2 I), in the order of
     the slots of each tile, if forward keeps them."""
 
-    linears = SharedExpert.linears
+    linears, in_one = SharedExpert.linears, SharedExpert.in_one
     stacks = ("experts_in", "experts_out")
 
     def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:

@@ -23,13 +23,14 @@ from longctx.layer.parts.mlp import MLP
 from longctx.layer.parts.protocol import NOTHING, Kept
 from longctx.layer.passes import Pass
 from longctx.layer.projection import input_grads
+from longctx.layer.weights import InOne
 
 
 class SharedExpert(MLP):
     """The MLP in one pass. `kept` has gate and up, under their names, if forward keeps them."""
 
     linears = ("shared_gate", "shared_up", "shared_down", "share")
-    in_one = ()
+    in_one = (InOne(("shared_gate", "shared_up"), lambda w: [len(w["shared_gate"]) // 2] * 2),)
     norms = ("", "")
 
     def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
