@@ -244,6 +244,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | dict(layer_types=_MIXED[::-1], eos_token_id=None)
         | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
     ),
+    "lfm2": (
+        "lfm2",
+        dict(
+            layer_types=["conv", "full_attention", "conv"], intermediate_size=240, eos_token_id=None
+        )
+        | dict(block_multiple_of=16, block_ffn_dim_multiplier=1.1, tie_word_embeddings=False),
+    ),
     "granitemoehybrid": (
         "granitemoehybrid",
         _MAMBA
@@ -268,6 +275,7 @@ MIXERS = [
     "qwen3_next",
     "olmo_hybrid",
     "olmo_hybrid-rope",
+    "lfm2",
     "granitemoehybrid",
     "granitemoehybrid-experts",
 ]

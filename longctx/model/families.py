@@ -322,10 +322,15 @@ def layer_norm_spec(base: PreTrainedModel) -> NormSpec:
     return norm.spec(eps=getattr(base.config, norm.configured))
 
 
+def final_norm_of(base: Any) -> Any:
+    """Returns the norm after the last layer."""
+    return getattr(base, known_family(base).last_norm)
+
+
 def final_norm_spec(base: Any) -> NormSpec:
     """Returns how the norm after the last layer computes, whose epsilon may be another."""
     norm = known_family(base).norm
-    return norm.spec(eps=getattr(base.norm, norm.epsilon))
+    return norm.spec(eps=getattr(final_norm_of(base), norm.epsilon))
 
 
 def query_scale(base: PreTrainedModel, positions: Tensor) -> Tensor | None:

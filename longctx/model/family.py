@@ -113,6 +113,8 @@ class Family:
     """The rest of the base model's."""
     mlp: str = ""
     """The name of the MLP's class, if it has another prefix."""
+    last_norm: str = "norm"
+    """The name of the base model's norm after its last layer."""
     rotary: str = "RotaryEmbedding"
     """The rest of the rotary embedding's."""
     decoders: Names = ("DecoderLayer",)
@@ -174,6 +176,8 @@ class Family:
     """q's projection also has the rows of a gate of attention's output, those of each head after
     the head's own."""
     norm: NormClass = NormClass()
+    drops_attention: bool = True
+    """Attention may drop some of its weights."""
     dropouts: Names = ()
     """The paths of dropout modules, which must not drop anything."""
     window: Callable[[Any, int], int | None] = no_window
@@ -185,6 +189,8 @@ class Family:
     classes, the width of its MLP."""
     width: str = MLP_WIDTH
     """The name of the width of the MLP, or of one expert, in the configuration."""
+    adjusted: Callable[[Any, int], int] = field(default=lambda config, width: width)
+    """Returns the features of the MLP, from the configuration and that width."""
     shared_width: Callable[[Any], int] = field(default=lambda config: 0)
     """Returns the features of the shared expert, from the configuration."""
     output: str = ""
@@ -213,6 +219,10 @@ class Family:
         """Returns how experts are chosen, in a family that has some."""
         assert self.router is not None
         return self.router(config)
+
+    def features(self, config: Any) -> int:
+        """Returns F, the features between the matmuls of a layer's MLP, or of one expert."""
+        return self.adjusted(config, getattr(config, self.width))
 
     def shared(self, config: Any) -> int:
         """Returns the features of a layer's shared expert; 0 if the layer has none."""
@@ -254,7 +264,7 @@ class Family:
 
     def shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Returns the shape of the weight of each linear layer and norm of a layer, by path."""
-        D, F, d = config.hidden_size, getattr(config, self.width), head_dim(config)
+        D, F, d = config.hidden_size, self.features(config), head_dim(config)
         q, kv = d * config.num_attention_heads, d * kv_heads(config)
         S = self.shared(config)
         rows = dict(q=q, k=kv, v=kv, o=D, gate=F, up=F, down=D)
@@ -276,7 +286,7 @@ class Family:
         shapes: dict[str, tuple[int, ...]] = {"sinks": (config.num_attention_heads,)}
         if self.router is not None and self.stacks:
             E, D = self.router(config).experts, config.hidden_size
-            width = getattr(config, self.width)
+            width = self.features(config)
             shapes |= {"router": (E, D), "router.bias": (E,), "choice_bias": (E,)}
             for name, rows, columns in (("experts_in", 2 * width, D), ("experts_out", D, width)):
                 lies = (columns, rows) if self.experts(config).transposed else (rows, columns)

@@ -50,6 +50,7 @@ from longctx.memory.store import free_gpu_bytes
 from longctx.memory.stream import Hook
 from longctx.model.adapters import with_adapters
 from longctx.model.families import (
+    final_norm_of,
     final_norm_spec,
     layer_adapters,
     layer_norm_spec,
@@ -131,7 +132,8 @@ class Read(NamedTuple):
             with_adapters(layer_weights(layer, family), layer_adapters(layer, family), 0, int)
             for layer, family in layers_of(base)
         ]
-        found = {name: getattr(base.norm, name, None) for name in ("weight", "bias")}
+        last = final_norm_of(base)
+        found = {name: getattr(last, name, None) for name in ("weight", "bias")}
         ropes = rotary_embeddings(base).items()
         return cls(
             layers=layers,
@@ -277,7 +279,7 @@ class Graph:
         )
 
     def _hidden_dtype(self, base: Any, x: Tensor) -> torch.dtype:
-        return final_norm_spec(base).dtype(x.dtype, base.norm.weight.dtype)
+        return final_norm_spec(base).dtype(x.dtype, final_norm_of(base).weight.dtype)
 
     def _layers(self, base: Any, runtime: Runtime, documents: Documents) -> Tensor:
         x, schedule = self._x, make_schedule(base, runtime, self._rope, documents, 1)
@@ -550,7 +552,9 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 def _hooks_of_others(base: Any) -> bool:
     """Whether layers have hooks, but for those that bring blocks which are always there."""
-    hooks = (h for m in (*base.layers, base.norm) for n in _HOOKS for h in vars(m)[n].values())
+    hooks = (
+        h for m in (*base.layers, final_norm_of(base)) for n in _HOOKS for h in vars(m)[n].values()
+    )
     return any(not isinstance(hook, Hook) or hook.moves for hook in hooks)
 
 

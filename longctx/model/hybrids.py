@@ -7,6 +7,8 @@ others). A mixer runs as transformers has it (layer/parts/mixer.py).
                                            attention reads and mixers do not (positions.py)
     olmo_hybrid                            Gated DeltaNet with a norm before it and before the MLP;
                                            layers of attention have OLMo 3's norms, RoPE or none
+    lfm2                                   short convolutions; norms of q and k, an MLP whose width
+                                           is adjusted
     granitemoehybrid                       Mamba 2 and Granite's four scalars, RoPE or none; an MLP,
                                            or experts and one that is shared
 """
@@ -65,6 +67,11 @@ def _without_attention(layer: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+def _convolution_state(config: Any) -> tuple[int, int]:
+    """Returns the elements of the state of a short convolution, which has no recurrence."""
+    return 0, config.hidden_size * (config.conv_L_cache - 1)
+
+
 def _with_delta_net(layer: dict[str, Any]) -> dict[str, Any]:
     """Returns what describes a layer with a Gated DeltaNet in the place of its attention."""
     own: dict[str, Any] = dict(
@@ -97,6 +104,21 @@ _GRANITE_DENSE: dict[str, Any] = dict(
     activation="shared_mlp.activation",
     width="shared_intermediate_size",
 )
+_LFM2: dict[str, Any] = dict(
+    modules={"self_attn": "Attention", "feed_forward": "MLP"},
+    linears=QKV
+    | {"o": "self_attn.out_proj", "gate": "feed_forward.w1"}
+    | {"up": "feed_forward.w3", "down": "feed_forward.w2"},
+)
+_LFM2_NORMS = {"norm1": "operator_norm", "norm2": "ffn_norm"}
+_LFM2_MIXED: dict[str, Any] = _without_attention(_LFM2) | dict(
+    norms=_LFM2_NORMS,
+    mixer="conv",
+    mixer_class="ShortConv",
+    mixer_cache="past_key_values",
+    mixer_package="",
+    mixer_state=_convolution_state,
+)
 _GRANITE_MIXED, _GRANITE_DENSE_MIXED = map(_with_mamba, (GRANITE_SHARED, _GRANITE_DENSE))
 
 
@@ -115,6 +137,16 @@ def _olmo_traits(config: Any, layer: int) -> dict[str, Any]:
     """Released models have no RoPE at all."""
     rope = config.rope_parameters
     return {} if rope is not None and rope.get("rope_theta") is not None else {"rope": None}
+
+
+def _lfm2_width(config: Any, width: int) -> int:
+    """Returns the width of LFM2's MLPs: two thirds of the configuration's, times a factor, and
+    rounded up, if the configuration asks for that."""
+    if not config.block_auto_adjust_ff_dim:
+        return width
+    factor, step = config.block_ffn_dim_multiplier, config.block_multiple_of
+    width = int(2 * width / 3)
+    return width if factor is None else step * -(-int(factor * width) // step)
 
 
 def _granite_traits(config: Any, layer: int) -> dict[str, Any]:
@@ -176,6 +208,18 @@ HYBRIDS: tuple[Family, ...] = (
         norm=NormClass(spec=ROUNDED_ONCE),
         traits=_olmo_traits,
         by_layer=lambda config, i: _OLMO_MIXED if _is_mixed(config, i) else _OLMO_ATTENDS,
+    ),
+    Family(
+        kind="lfm2",
+        prefix="Lfm2",
+        **_LFM2,
+        last_norm="embedding_norm",
+        norm=NormClass(configured="norm_eps"),
+        norms=_LFM2_NORMS | {"q_norm": "self_attn.q_layernorm", "k_norm": "self_attn.k_layernorm"},
+        activation="",
+        drops_attention=False,
+        adjusted=_lfm2_width,
+        by_layer=lambda config, i: _LFM2_MIXED if config.layer_types[i] == "conv" else {},
     ),
     Family(
         kind="granitemoehybrid",

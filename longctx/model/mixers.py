@@ -135,19 +135,24 @@ _KERNELS = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}
 """The packages that have kernels for mixers, by what is imported of them."""
 
 
-WITH_KERNELS, IN_TORCH = 3.3, 9.8
-"""What autograd saves of a Gated DeltaNet, in elements of the columns of its linear layers
-(`Mixed.columns`): with a function in the place of flash-linear-attention's that saves its inputs
-and a matrix of each chunk, and with transformers' code in torch. Both were counted on a CPU with
-the dimensions of Qwen3.5-9B (tests/layer/test_mixer.py). With kernels it is 2.8 in transformers
-5.23; 5.17 repeats keys for the heads of values that share them."""
+WITH_KERNELS = {"fla": 3.3, "mamba_ssm": 4.8}
+"""What autograd saves of a mixer with kernels, in elements of the columns of its linear layers
+(`Mixed.columns`), by their package: of a Gated DeltaNet with the dimensions of Qwen3.5-9B, counted
+on a CPU with a function in the place of flash-linear-attention's that saves its inputs and a matrix
+of each chunk (tests/layer/test_mixer.py). It is 2.8 in transformers 5.23; 5.17 repeats keys for the
+heads of values that share them. That of Mamba 2 is taken, and not counted."""
+IN_TORCH = {"fla": 9.8, "mamba_ssm": 27.4, "": 1.75}
+"""The same with transformers' code in torch, by the package that would have kernels: of Qwen3.5-9B;
+of Granite 4.0 Tiny, where transformers 5.17 saves 23.6; and of LFM2's convolutions, which have no
+recurrence."""
 
 
 def graph_of(family: Family) -> float:
     """Returns what the graph of a family's mixers holds, with the kernels that are installed here,
     in elements of `Mixed.columns`."""
     name = family.mixer_package
-    return WITH_KERNELS if not name or installed(name) else IN_TORCH
+    found = WITH_KERNELS if name and installed(name) else IN_TORCH
+    return found[name]
 
 
 def why_slow(base: Any, device: torch.device) -> str | None:

@@ -119,7 +119,8 @@ def _why_no_loss(model: Any, part: str) -> str | None:
 def _places(base: Any, part: str) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
     is_norm = part in ("rms_norm", "layer_norm")
     if is_norm:
-        yield _known(base, "norm", known_family(base).norm_classes, part), norm_part
+        family = known_family(base)
+        yield _known(base, family.last_norm, family.norm_classes, part), norm_part
     for i, (_, family) in enumerate(layers_of(base)):
         where = f"layers.{i}."
         if is_norm:

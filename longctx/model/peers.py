@@ -122,7 +122,7 @@ def _mixture(config: Any, layer: int) -> Mixture | None:
         return None
     router = own.router(config)
     return Mixture(
-        intermediate=getattr(config, own.width),
+        intermediate=own.features(config),
         experts=router.experts,
         chosen=router.chosen,
         shared=own.shared(config),

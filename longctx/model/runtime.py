@@ -328,7 +328,7 @@ def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int
 
     return LayerKind(
         blocks=parts_of(traits.blocks),
-        intermediate=getattr(config, family.width),
+        intermediate=family.features(config),
         heads=config.num_attention_heads,
         kv_heads=kv_heads(config),
         head_dim=head_dim(config),

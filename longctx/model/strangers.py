@@ -42,6 +42,7 @@ from longctx.model.adapters import (
 )
 from longctx.model.families import (
     family_of,
+    final_norm_of,
     final_norm_spec,
     head_of,
     is_a,
@@ -70,7 +71,7 @@ _FORWARDS = "longctx.model.forwards.attach"
 _CLASSIFIERS = tuple(
     f"transformers.modeling_layers.GenericFor{kind}Classification" for kind in ("Sequence", "Token")
 )
-_IN_BASE = frozenset({"embed_tokens", "layers", "norm", "rotary_emb"})
+_IN_BASE = frozenset({"embed_tokens", "layers", "rotary_emb"})
 
 
 def replaceable(module: nn.Module) -> bool:
@@ -201,15 +202,16 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
     if config.output_attentions:
         yield "output_attentions"
     yield from _problems(base, family.known("Model"), "model", patched=patched)
-    yield from _undeclared(base, _IN_BASE, "model")
+    yield from _undeclared(base, _IN_BASE | {family.last_norm}, "model")
     yield from _dropouts(base, "model", training)
     traits = family.layer_traits(config)
     if any(t.rope is not None for t in traits):
         yield from _problems(base.rotary_emb, family.known(family.rotary), "model.rotary_emb")
-    yield from _problems(base.norm, family.norm_classes, "model.norm", patched=patched)
-    yield from _other_shape(base.norm, (config.hidden_size,), "model.norm")
+    last, where = final_norm_of(base), f"model.{family.last_norm}"
+    yield from _problems(last, family.norm_classes, where, patched=patched)
+    yield from _other_shape(last, (config.hidden_size,), where)
     if type(next(base.parameters())) is nn.Parameter:  # FSDP's shards have another dtype
-        yield from _other_dtypes(base.norm, dtype, "model.norm")
+        yield from _other_dtypes(last, dtype, where)
     _ = rotary_embeddings(base), final_norm_spec(base)
     if len(base.layers) != config.num_hidden_layers:
         held = many(len(base.layers), "layer")
@@ -262,9 +264,11 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
             yield from _other_mixer(layer, family, where)
         if vars(layer).get("residual_multiplier", 1.0) != traits[i].residual:
             yield f"a residual multiplier of its own in {where}"
-        if (kind := vars(layer).get("block_type")) and kind != config.layer_types[i]:
+        kind, attends = vars(layer).get("block_type"), "self_attn" in family.modules
+        other = kind is not None and kind != config.layer_types[i]
+        if other or vars(layer).get("is_attention_layer", attends) != attends:
             yield f"a layer of another kind than in the configuration in {where}"
-        if "self_attn" in family.modules:
+        if attends:
             yield from _other_attention(family, parts, config, traits[i], where)
 
 
@@ -399,7 +403,8 @@ def _other_attention(
 ) -> Iterator[str]:
     attention = parts["self_attn"]
     state = vars(attention)
-    _ = attention.attention_dropout  # Hugging Face's forward fails without it
+    if family.drops_attention:
+        _ = attention.attention_dropout  # Hugging Face's forward fails without it
     if not attention.is_causal:
         yield f"attention to later tokens in {where}"
     if attention.head_dim != head_dim(config):

@@ -319,7 +319,28 @@ class Kernel(torch.autograd.Function):
         raise AssertionError("nobody asks")
 
 
-@pytest.mark.parametrize("graph", [WITH_KERNELS, IN_TORCH])
+def saved_of(
+    module: Any, cache: str, norm: str, tokens: int, begin: tuple[Tensor, ...] = ()
+) -> float:
+    """What autograd saves of a mixer in bf16, in elements of its columns for each token."""
+    parameters = dict(module.to(torch.bfloat16).train().named_parameters())
+    saved: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    n = torch.randn(
+        1, tokens, module.out_proj.out_features, dtype=torch.bfloat16, requires_grad=True
+    )
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        ModelsMixer(module, cache, norm)(n, begin, parameters)
+    own = {p.untyped_storage().data_ptr() for p in parameters.values()}
+    held = sum(nbytes for place, nbytes in saved.items() if place not in own)
+    return held / (2 * tokens * sum(len(p) for p in parameters.values() if p.dim() == 2))
+
+
+@pytest.mark.parametrize("graph", [WITH_KERNELS["fla"], IN_TORCH["fla"]])
 def test_what_a_graph_holds(monkeypatch, graph) -> None:
     """An eighth of the heads of Qwen3.5-9B, in bf16, with our kernels. The plan takes the most of
     all versions."""
@@ -329,28 +350,35 @@ def test_what_a_graph_holds(monkeypatch, graph) -> None:
     def kernel(q: Tensor, k: Tensor, v: Tensor, *, initial_state: Tensor, **given: Any) -> Any:
         return Kernel.apply(q, k, v, given["g"], given["beta"], initial_state)
 
-    if graph == WITH_KERNELS:
+    if graph == WITH_KERNELS["fla"]:
         monkeypatch.setattr(home, "torch_chunk_gated_delta_rule", kernel)
     heads = dict(linear_num_key_heads=2, linear_key_head_dim=128, linear_value_head_dim=128)
     config = AutoConfig.for_model(
         "qwen3_5_text", **_DELTA | heads, hidden_size=512, num_hidden_layers=2
     )
-    module = home.Qwen3_5GatedDeltaNet(config, layer_idx=0).to(torch.bfloat16).train()
-    parameters = dict(module.named_parameters())
-    saved: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    n = torch.randn(1, 512, 512, dtype=torch.bfloat16, requires_grad=True)
+    module = home.Qwen3_5GatedDeltaNet(config, layer_idx=0)
     state = torch.zeros(1, 1024, 3, dtype=torch.bfloat16), torch.zeros(1, 4, 128, 128)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        ModelsMixer(module, "cache_params", "norm")(n, state, parameters)
-    own = {p.untyped_storage().data_ptr() for p in parameters.values()}
-    held = sum(nbytes for place, nbytes in saved.items() if place not in own)
-    columns = sum(len(p) for p in parameters.values() if p.dim() == 2)
-    assert 0.83 * graph <= held / (2 * n.shape[1] * columns) <= 1.01 * graph
+    assert 0.83 * graph <= saved_of(module, "cache_params", "norm", 512, state) <= 1.01 * graph
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "graph"),
+    [
+        ("granite", dict(mamba_n_heads=12, mamba_d_state=128), IN_TORCH["mamba_ssm"]),
+        ("lfm2", {}, IN_TORCH[""]),
+    ],
+)
+def test_what_graphs_hold_of_other_kinds(kind, sizes, graph, monkeypatch) -> None:
+    """A quarter of the heads of Granite 4.0 Tiny."""
+    monkeypatch.setattr(launch, "INTERPRETED", True)
+    model, name, _, cache, _ = KINDS[kind]
+    home = import_module(f"transformers.models.{model}.modeling_{model}")
+    types = ["linear_attention" if sizes else "conv", "full_attention"]
+    config = AutoConfig.for_model(
+        model, hidden_size=384, num_hidden_layers=2, layer_types=types, **sizes
+    )
+    found = saved_of(getattr(home, name)(config, layer_idx=0), cache, "", 512)
+    assert 0.75 * graph <= found <= 1.01 * graph
 
 
 # --- the cut into segments -------------------------------------------------------------------

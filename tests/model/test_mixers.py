@@ -180,7 +180,7 @@ def test_padding_is_left_out() -> None:
     assert_equal(theirs, ours, inputs)
 
 
-@pytest.mark.parametrize("family", ["olmo_hybrid", "granitemoehybrid-experts"])
+@pytest.mark.parametrize("family", ["olmo_hybrid", "lfm2", "granitemoehybrid-experts"])
 def test_prompts_are_shared_by_their_states(family, monkeypatch) -> None:
     monkeypatch.setattr(shared_prefixes, "LEAST_TOKENS", 64)
     theirs, ours = pair(family, share_prefixes=True)
@@ -206,10 +206,11 @@ def test_prompts_are_shared_by_their_states(family, monkeypatch) -> None:
 # --- adapters --------------------------------------------------------------------------------
 
 EVERY = {
-    "olmo_hybrid": ["a_proj", "g_proj", "gate_proj", "down_proj"],
-    "granitemoehybrid-experts": ["in_proj", "out_proj", "input_linear", "output_linear"],
+    "olmo_hybrid": ["a_proj", "g_proj", "o_proj", "gate_proj", "down_proj"],
+    "lfm2": ["in_proj", "out_proj", "w1", "w2", "w3"],
+    "granitemoehybrid-experts": ["in_proj", "out_proj", "o_proj", "input_linear", "output_linear"],
 }
-"""Linear layers of the mixers and of MLPs."""
+"""Linear layers of the mixers, of attention and of MLPs."""
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ EVERY = {
 )
 def test_adapters_in_a_frozen_mixer(family, dora) -> None:
     theirs, _ = pair(family)
-    targets = [*EVERY[family], "q_proj", "k_proj", "v_proj", "o_proj"]
+    targets = [*EVERY[family], "q_proj", "k_proj", "v_proj"]
     config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, use_dora=dora)
     torch.manual_seed(1)
     theirs = peft.get_peft_model(ours_unpatched(theirs), config)

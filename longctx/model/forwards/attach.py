@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from longctx.errors import UserError
-from longctx.model.families import base_of, head_of
+from longctx.model.families import base_of, head_of, known_family
 from longctx.model.forwards.around import classifier_forward, joint_forward, whole_forward
 from longctx.model.forwards.base import base_forward
 from longctx.model.forwards.causal import REPLACED, causal_forward, fused_forward
@@ -108,7 +108,7 @@ def _places(model: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
         yield joint, joint_forward
         yield tower_of(model), tower_forward
     yield base, base_forward
-    yield getattr(base, "norm", None), norm_forward
+    yield getattr(base, known_family(base).last_norm, None), norm_forward
     yield from ((layer, layer_forward) for layer in base.layers)
 
 

@@ -17,6 +17,7 @@ from longctx.layer.passes import Added
 from longctx.model.caller import Caller
 from longctx.model.families import (
     embedding_multiplier,
+    final_norm_of,
     final_norm_spec,
     known_family,
     layer_adapters,
@@ -128,7 +129,7 @@ def scheduled_forward(
                     _spread(one, sharing, where, real, B * S) for one in said
                 )
             owned = caller.owns_gradient or sharing is not None
-            hidden = base.norm(x, spec=final_norm_spec(base), owned=owned)
+            hidden = final_norm_of(base)(x, spec=final_norm_spec(base), owned=owned)
     x = hidden
     x = _spread(x, sharing, where, real, B * S).view(B, S, D)
     if attention_mask is not None and caller.padded and caller.averages:
