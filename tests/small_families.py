@@ -251,6 +251,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         )
         | dict(block_multiple_of=16, block_ffn_dim_multiplier=1.1, tie_word_embeddings=False),
     ),
+    "nemotron_h": (
+        "nemotron_h",
+        dict(layers_block_type=["linear_attention", "mlp", "full_attention"])
+        | dict(mamba_num_heads=8, mamba_head_dim=32, ssm_state_size=16, n_groups=2, chunk_size=16)
+        | dict(head_dim=32, eos_token_id=None),
+    ),
     "granitemoehybrid": (
         "granitemoehybrid",
         _MAMBA
@@ -276,6 +282,7 @@ MIXERS = [
     "olmo_hybrid",
     "olmo_hybrid-rope",
     "lfm2",
+    "nemotron_h",
     "granitemoehybrid",
     "granitemoehybrid-experts",
 ]

@@ -92,6 +92,8 @@ class LayerKind:
     """Whether Hugging Face's code has the weights of a token's experts in fp32."""
     folded: int = 0
     """Elements of the experts' weights that PEFT folds adapters into, in Hugging Face's code."""
+    between: bool = True
+    """Whether a second block reads h, what the first one gives."""
     parallel: bool = False
     """Whether the MLP stands beside attention and reads what attention reads."""
     trains_weights: bool = True

@@ -25,9 +25,7 @@ from longctx.memory.store import ActivationStore, Saved
 
 Blocks = tuple[tuple[str, ...], ...]
 IN_TURN: Blocks = (("attention",), ("mlp",))
-WITH_EXPERTS: Blocks = (("attention",), ("experts",))
 SIDE_BY_SIDE: Blocks = (("attention", "mlp"),)
-MIXED = ("mixer",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +45,9 @@ class Traits:
     activation: str = "silu"
     """The activation of the MLP (kernels/swiglu.py): of its gate, or of `up` without a gate."""
     blocks: Blocks = IN_TURN
-    """The parts of its residual blocks, by their names in parts/table.py. Parts of one block stand
-    side by side: the second one reads the norm of the first, and both are added to x."""
+    """The parts of its one or two residual blocks, by their names in parts/table.py. Parts of one
+    block stand side by side: the second one reads the norm of the first, and both are added to
+    x."""
     residual: float = 1.0
     """Multiplies the outputs of attention and of the MLP before they are added."""
     router: Router | None = None
@@ -59,6 +58,11 @@ class Traits:
     @property
     def parallel(self) -> bool:
         return any(len(block) > 1 for block in self.blocks)
+
+    @property
+    def between(self) -> bool:
+        """Whether a second block reads h, what the first one gives."""
+        return len(self.blocks) > 1
 
 
 class Added(NamedTuple):

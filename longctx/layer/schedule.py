@@ -114,10 +114,10 @@ def _tiles_backward_(
     dn1 = torch.empty_like(x, dtype=p.schedule.dtype) if p.traits.parallel else None
 
     def run(tile: slice) -> None:
+        held = None
         if dn1 is not None:
             over_tiles.backward(dy[tile], over_row.normed(x[tile]), tile, out=dn1[tile])
-            held = None
-        else:
+        elif type(over_tiles) is not OverTiles:  # else nobody reads h
             h, held = over_row.output_again(x, tile)
             over_tiles.backward(dy[tile], h, tile, onto=dy[tile], out=dy[tile])
         over_row.output_backward(dy[tile], held, tile, goes_on=goes_on)

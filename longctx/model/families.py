@@ -44,6 +44,7 @@ from longctx.model.family import (
     ONE_PLUS,
     OUT,
     QKV,
+    RELU2,
     ROUNDED_ONCE,
     Family,
     Names,
@@ -59,7 +60,6 @@ from longctx.model.mixtures import GRANITE, MIXTURES
 from longctx.model.vision import is_whole, joint_of
 
 _GELU_TANH: Names = ("transformers.activations.GELUTanh",)
-_RELU2: Names = ("transformers.activations.ReLUSquaredActivation",)
 _BOTH = {"gate": "mlp.gate_up_proj"}
 _POST = {"post1": "post_attention_layernorm", "post2": "post_feedforward_layernorm"}
 _FOUR = {
@@ -203,7 +203,7 @@ FAMILIES: dict[str, Family] = {
                 configured="norm_eps",
                 spec=partial(_CENTRED, offset=1.0),
             ),
-            activations=_RELU2,
+            activations=RELU2,
             traits=lambda config, i: {"activation": "relu2"},
         ),
         Family(
@@ -322,6 +322,11 @@ def layer_norm_spec(base: PreTrainedModel) -> NormSpec:
     return norm.spec(eps=getattr(base.config, norm.configured))
 
 
+def embedding_of(base: Any) -> Any:
+    """Returns the embedding of tokens."""
+    return getattr(base, known_family(base).embedding)
+
+
 def final_norm_of(base: Any) -> Any:
     """Returns the norm after the last layer."""
     return getattr(base, known_family(base).last_norm)
@@ -337,10 +342,15 @@ def query_scale(base: PreTrainedModel, positions: Tensor) -> Tensor | None:
     return known_family(base).query_scale(base.config, positions)
 
 
+def rotary_of(base: Any) -> Any:
+    """Returns the module of RoPE; None if the model has none."""
+    return base.rotary_emb if known_family(base).rotary else None
+
+
 def rotary_embeddings(base: Any) -> dict[str, tuple[Tensor, float]]:
     """Returns the frequencies and factor of each RoPE, by the names in `Traits.rope`: one of all
     layers, or one of each type of layer, or none."""
-    rotary = base.rotary_emb
+    rotary = rotary_of(base)
     if rotary is None:
         return {}
     types = getattr(rotary, "layer_types", None)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from longctx.layer.norm_spec import NormSpec
-from longctx.layer.passes import IN_TURN, MIXED, WITH_EXPERTS, Traits
+from longctx.layer.passes import Blocks, Traits
 from longctx.layer.router import Router
 from longctx.layer.stack import PLAIN, ExpertLayout
 from longctx.layer.weights import MIXER
@@ -28,6 +28,7 @@ _SILU: Names = (
     "transformers.activations.SiLUActivation",
     "torch.nn.modules.activation.SiLU",
 )
+RELU2: Names = ("transformers.activations.ReLUSquaredActivation",)
 QKV = {name: f"self_attn.{name}_proj" for name in "qkv"}
 OUT = {"o": "self_attn.o_proj", "down": "mlp.down_proj"}
 GATE_UP = {"gate": "mlp.gate_proj", "up": "mlp.up_proj"}
@@ -113,10 +114,12 @@ class Family:
     """The rest of the base model's."""
     mlp: str = ""
     """The name of the MLP's class, if it has another prefix."""
+    embedding: str = "embed_tokens"
+    """The name of the base model's embedding of tokens."""
     last_norm: str = "norm"
     """The name of the base model's norm after its last layer."""
     rotary: str = "RotaryEmbedding"
-    """The rest of the rotary embedding's."""
+    """The rest of the rotary embedding's; empty for models without one."""
     decoders: Names = ("DecoderLayer",)
     """The rest of the names of its layers' classes."""
     modules: Mapping[str, str] = field(
@@ -124,6 +127,8 @@ class Family:
     )
     """Maps the paths of the modules whose place the parts take to the rest of their classes'
     names. A layer without one of them has no linear layer and no norm in it."""
+    attention: str = "self_attn"
+    """The path of attention."""
     mixer: str = ""
     """The path of the module that a layer has in the place of attention and that runs as it is
     (layer/parts/mixer.py); empty without one."""
@@ -209,6 +214,17 @@ class Family:
     """Returns the number by which a model divides its logits."""
     logits_cap: Callable[[Any], float | None] = field(default=lambda model: None)
     """Returns the softcap of a model's logits."""
+
+    @property
+    def attends(self) -> bool:
+        return "q" in self.linears
+
+    @property
+    def blocks(self) -> Blocks:
+        """The blocks of a layer that has these modules, one part each."""
+        row = "mixer" if self.mixer else "attention" if self.attends else ""
+        tiles = "experts" if self.stacks else "mlp" if "down" in self.linears else ""
+        return tuple((part,) for part in (row, tiles) if part)
 
     @property
     def balances(self) -> bool:
@@ -346,15 +362,11 @@ class Family:
     def _traits_of(self, config: Any, layer: int) -> Traits:
         found = {"scale": head_dim(config) ** -0.5, "window": self.window(config, layer)}
         own = self.of_layer(config, layer)
-        found["output_gate"] = own.output_gate
+        found |= {"output_gate": own.output_gate, "blocks": own.blocks}
         if own.stacks and own.router is not None:
-            found |= {"blocks": WITH_EXPERTS, "router": own.router(config)}
-            found["experts"] = own.experts(config)
+            found |= {"router": own.router(config), "experts": own.experts(config)}
         own_traits = self.traits(config, layer)
-        if own.mixer:
-            _, *after = found.get("blocks", IN_TURN)
-            own_traits = own_traits | {"blocks": (MIXED, *after), "rope": None}
-        return Traits(**found | own_traits)
+        return Traits(**found | own_traits | ({} if own.attends else {"rope": None}))
 
 
 def part_of(layer: Any, name: str) -> Any:

@@ -9,6 +9,8 @@ others). A mixer runs as transformers has it (layer/parts/mixer.py).
                                            layers of attention have OLMo 3's norms, RoPE or none
     lfm2                                   short convolutions; norms of q and k, an MLP whose width
                                            is adjusted
+    nemotron_h                             one block a layer: Mamba 2, attention or an MLP;
+                                           models with experts run Hugging Face's layers
     granitemoehybrid                       Mamba 2 and Granite's four scalars, RoPE or none; an MLP,
                                            or experts and one that is shared
 """
@@ -23,6 +25,7 @@ from longctx.model.family import (
     ONE_PLUS,
     OUT,
     QKV,
+    RELU2,
     ROUNDED_ONCE,
     Family,
     NormClass,
@@ -65,6 +68,13 @@ def _without_attention(layer: dict[str, Any]) -> dict[str, Any]:
         modules={path: name for path, name in modules if path != "self_attn"},
         linears={name: path for name, path in linears if name not in _OF_ATTENTION},
     )
+
+
+def _nemotron_state(config: Any) -> tuple[int, int]:
+    """Returns the elements of the state of a Mamba 2, whose sizes have names of their own here."""
+    values = config.mamba_num_heads * config.mamba_head_dim
+    channels = values + 2 * config.n_groups * config.ssm_state_size
+    return values * config.ssm_state_size, channels * (config.conv_kernel - 1)
 
 
 def _convolution_state(config: Any) -> tuple[int, int]:
@@ -119,6 +129,25 @@ _LFM2_MIXED: dict[str, Any] = _without_attention(_LFM2) | dict(
     mixer_package="",
     mixer_state=_convolution_state,
 )
+_IN_NEMOTRON: dict[str, dict[str, Any]] = {
+    "linear_attention": dict(
+        modules={},
+        linears={},
+        norms={"norm1": "norm"},
+        activation="",
+        mixer="mixer",
+        mixer_class="Mamba2Mixer",
+        mixer_package="mamba_ssm",
+        mixer_state=_nemotron_state,
+    ),
+    "full_attention": dict(
+        modules={"mixer": "Attention"},
+        linears={name: f"mixer.{name}_proj" for name in _OF_ATTENTION},
+        norms={"norm1": "norm"},
+        activation="",
+    ),
+}
+"""The layers of Nemotron-H by their types; all others have an MLP."""
 _GRANITE_MIXED, _GRANITE_DENSE_MIXED = map(_with_mamba, (GRANITE_SHARED, _GRANITE_DENSE))
 
 
@@ -220,6 +249,23 @@ HYBRIDS: tuple[Family, ...] = (
         drops_attention=False,
         adjusted=_lfm2_width,
         by_layer=lambda config, i: _LFM2_MIXED if config.layer_types[i] == "conv" else {},
+    ),
+    Family(
+        kind="nemotron_h",
+        prefix="NemotronH",
+        decoders=("Block",),
+        embedding="embeddings",
+        last_norm="norm_f",
+        rotary="",
+        attention="mixer",
+        modules={"mixer": "MLP"},
+        linears={"up": "mixer.up_proj", "down": "mixer.down_proj"},
+        norms={"norm2": "norm"},
+        norm=NormClass(configured="layer_norm_epsilon", spec=ROUNDED_ONCE),
+        activation="mixer.act_fn",
+        activations=RELU2,
+        traits=lambda config, i: {"activation": "relu2", "rope": None},
+        by_layer=lambda config, i: _IN_NEMOTRON.get(config.layer_types[i], {}),
     ),
     Family(
         kind="granitemoehybrid",

@@ -126,8 +126,8 @@ def _places(base: Any, part: str) -> Iterator[tuple[nn.Module, Callable[..., Any
         if is_norm:
             for path in family.norms.values():
                 yield _known(base, where + path, family.norm_classes, part), norm_part
-        elif part == "rope" and "self_attn" in family.modules:
-            attention = _known(base, f"{where}self_attn", family.known("Attention"), part)
+        elif part == "rope" and family.attends:
+            attention = _known(base, where + family.attention, family.known("Attention"), part)
             if _ROTATION not in type(attention).forward.__code__.co_names:
                 raise UserError(f"rope: {type(attention).__name__} rotates by another function")
             yield attention, rope_part

@@ -45,6 +45,7 @@ from longctx.model.caller import Caller
 from longctx.model.costs import StepTable
 from longctx.model.families import (
     base_of,
+    embedding_of,
     has_post_norms,
     has_windows,
     head_of,
@@ -57,6 +58,7 @@ from longctx.model.families import (
     model_traits,
     query_scale,
     rotary_embeddings,
+    rotary_of,
     score_cap,
 )
 from longctx.model.family import Family, head_dim, kv_heads, mlp_width
@@ -306,7 +308,7 @@ def model_sizes(
         stream_itemsize=(stream_dtype or dtype).itemsize,
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         trains_head=head is None or any(p.requires_grad for p in head.parameters()),
-        tied=look(head, "weight", None) is look(base.embed_tokens, "weight"),
+        tied=look(head, "weight", None) is look(embedding_of(base), "weight"),
         tile_tokens=args.tile_tokens,
         head_groups=args.head_groups,
         chunks_loss=chunks_loss(model),
@@ -346,6 +348,7 @@ def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int
         shared=family.shared(config),
         weighs_shared="share" in family.linears,
         expert_biases="experts_out.bias" in family.parameters,
+        between=traits.between,
         parallel=traits.parallel,
         trains_weights=any(x.requires_grad and x.dim() > 1 for x in weights),
         dense_bytes=sum(math.prod(state.shape) * itemsize for state in packed),
@@ -489,7 +492,7 @@ def _ropes(base: Any, by_rows: bool) -> dict[str, Rope]:
 def follows_positions(base: Any) -> bool:
     """Whether RoPE's frequencies depend on the batch, and are overwritten by the next forward,
     which may come before this backward (transformers' dynamic_rope_update)."""
-    kinds = getattr(base.rotary_emb, "rope_type", "default")
+    kinds = getattr(rotary_of(base), "rope_type", "default")
     every = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any("dynamic" in kind or kind == "longrope" for kind in every)
 

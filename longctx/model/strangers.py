@@ -71,7 +71,7 @@ _FORWARDS = "longctx.model.forwards.attach"
 _CLASSIFIERS = tuple(
     f"transformers.modeling_layers.GenericFor{kind}Classification" for kind in ("Sequence", "Token")
 )
-_IN_BASE = frozenset({"embed_tokens", "layers", "rotary_emb"})
+_IN_BASE = frozenset({"layers", "rotary_emb"})
 
 
 def replaceable(module: nn.Module) -> bool:
@@ -202,7 +202,7 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
     if config.output_attentions:
         yield "output_attentions"
     yield from _problems(base, family.known("Model"), "model", patched=patched)
-    yield from _undeclared(base, _IN_BASE | {family.last_norm}, "model")
+    yield from _undeclared(base, _IN_BASE | {family.embedding, family.last_norm}, "model")
     yield from _dropouts(base, "model", training)
     traits = family.layer_traits(config)
     if any(t.rope is not None for t in traits):
@@ -264,11 +264,11 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
             yield from _other_mixer(layer, family, where)
         if vars(layer).get("residual_multiplier", 1.0) != traits[i].residual:
             yield f"a residual multiplier of its own in {where}"
-        kind, attends = vars(layer).get("block_type"), "self_attn" in family.modules
+        kind = vars(layer).get("block_type")
         other = kind is not None and kind != config.layer_types[i]
-        if other or vars(layer).get("is_attention_layer", attends) != attends:
+        if other or vars(layer).get("is_attention_layer", family.attends) != family.attends:
             yield f"a layer of another kind than in the configuration in {where}"
-        if attends:
+        if family.attends:
             yield from _other_attention(family, parts, config, traits[i], where)
 
 
@@ -401,7 +401,7 @@ def _other_mixer(layer: Any, family: Family, where: str) -> Iterator[str]:
 def _other_attention(
     family: Family, parts: dict[str, Any], config: Any, traits: Traits, where: str
 ) -> Iterator[str]:
-    attention = parts["self_attn"]
+    attention = parts[family.attention]
     state = vars(attention)
     if family.drops_attention:
         _ = attention.attention_dropout  # Hugging Face's forward fails without it

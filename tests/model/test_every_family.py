@@ -267,7 +267,7 @@ def test_the_plan_counts_the_parameters_of_the_model(family, class_type) -> None
     for layer, table in zip(model.model.layers, tables, strict=True):
         matrices = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
         assert load(table.forward).at("matmul") == 2 * matrices
-    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+    embedding, head = model.get_input_embeddings().weight, model.lm_head.weight
     assert counted.embedding == embedding.numel()
     assert counted.head == (0 if head is embedding else head.numel())
     assert counted.total == sum(p.numel() for p in model.parameters())

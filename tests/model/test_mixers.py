@@ -208,6 +208,7 @@ def test_prompts_are_shared_by_their_states(family, monkeypatch) -> None:
 EVERY = {
     "olmo_hybrid": ["a_proj", "g_proj", "o_proj", "gate_proj", "down_proj"],
     "lfm2": ["in_proj", "out_proj", "w1", "w2", "w3"],
+    "nemotron_h": ["in_proj", "o_proj", "up_proj", "down_proj"],  # PEFT refuses Mamba's out_proj
     "granitemoehybrid-experts": ["in_proj", "out_proj", "o_proj", "input_linear", "output_linear"],
 }
 """Linear layers of the mixers, of attention and of MLPs."""
@@ -302,9 +303,10 @@ def test_the_plan_of_hugging_faces_layers_is_unknown() -> None:
 # --- what it costs ---------------------------------------------------------------------------
 
 
-def test_the_table_has_every_product() -> None:
+@pytest.mark.parametrize("family", ["olmo_hybrid", "nemotron_h"])
+def test_the_table_has_every_product(family) -> None:
     """But for those of the recurrence and the convolution, which are counted by their bytes."""
-    _, ours = pair("olmo_hybrid", keep="o", tile_tokens=144, head_groups=1)
+    _, ours = pair(family, keep="o", tile_tokens=144, head_groups=1)
     inputs = batch(ROWS["one"])
     ours(**inputs)  # sizes the store
     tables = StepTable.of(ours.longctx.sizes(ours), Batch(144, 144))

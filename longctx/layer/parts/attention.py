@@ -44,7 +44,7 @@ from longctx.layer.parts.heads import Group, HeadGroups
 from longctx.layer.parts.key_gradients import KeyGradients
 from longctx.layer.parts.norms import Norm
 from longctx.layer.parts.output_gate import OutputGate, gate_cost
-from longctx.layer.parts.protocol import NOTHING, Kept, OverRow
+from longctx.layer.parts.protocol import NOTHING, Kept, OverRow, kept_input
 from longctx.layer.passes import Pass
 from longctx.layer.projection import (
     add_input_grads_,
@@ -144,8 +144,8 @@ class SelfAttention(OverRow):
             p.keep("o", made, whole=["lse"])
         if p.keeps("q k v"):
             p.keep("q k v", {_part(i): part for i, part in enumerate(qkv)})
-        # Beside an MLP that reads norm(x) too, h is never read.
-        if p.keeps("h") and not p.traits.parallel:
+        # Without an MLP, and beside one that reads norm(x) too, h is never read.
+        if p.keeps("h") and p.traits.between:
             self.h = torch.empty_like(x, dtype=x.dtype if self._post.weight is None else o.dtype)
             p.keep("h", {"h": self.h}, of_tiles=True)
 
@@ -200,6 +200,7 @@ class SelfAttention(OverRow):
         `backward_` is left do (T, H d) instead, if it follows; so it is with a gate."""
         z, o, scale = held, self.o, self._pass.traits.residual
         assert self._d_o is not None and self._x is not None
+        assert z is not None or self._post.weight is None, "a layer of one block has no such norm"
         narrow = (dh if z is None else self._post.backward(dh, z)).to(self._schedule.dtype)
         v, read = self._o.inner_grad(narrow), o[tile]
         if self._gate is not None:
@@ -418,7 +419,7 @@ class SelfAttention(OverRow):
                 *gates.backward,
             ),
             keepables=(
-                Keepable(name="x", nbytes=unit, word="x", always=True, read_first=True),
+                kept_input(s, batch),
                 Keepable(
                     name="o",
                     nbytes=tokens * (kind.wide * s.itemsize + 4 * kind.heads + 8 * kind.wide_norms),
@@ -428,7 +429,7 @@ class SelfAttention(OverRow):
                     read_first=True,
                     buffered=True,
                 ),
-                *([] if kind.parallel else [h]),
+                *([h] if kind.between else []),
                 Keepable(
                     name="q k v",
                     nbytes=n * columns,

@@ -33,7 +33,7 @@ from longctx.cost.table import INPUT, Buffer, Keepable, Table, Work
 from longctx.kernels.annotate import annotated, each
 from longctx.layer import segments as cutting
 from longctx.layer.parts.norms import Norm
-from longctx.layer.parts.protocol import NOTHING, Kept, OverRow
+from longctx.layer.parts.protocol import NOTHING, Kept, OverRow, kept_input
 from longctx.layer.passes import Pass
 from longctx.layer.segments import Segment, kept_states
 from longctx.layer.weights import MIXER
@@ -61,7 +61,7 @@ class Mixes(Protocol):
 
 class Mixer(OverRow):
     """The block in one pass. `kept` has z (T, D), under the name "o", and the states, if forward
-    keeps them."""
+    keeps them. Without a second block, z is not kept: nothing reads it in backward."""
 
     def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
         assert p.mixes is not None
@@ -85,7 +85,8 @@ class Mixer(OverRow):
         if self._pass.keeps("o"):
             assert self._z is not None
             states = {f"state{i}": state for i, state in enumerate(self._states)}
-            self._pass.keep("o", {"o": self._z, **states}, whole=[*states])
+            z = {"o": self._z} if self._pass.traits.between else {}
+            self._pass.keep("o", {**z, **states}, whole=[*states])
 
     @annotated("mixer")
     def _forward(self, x: Tensor) -> None:  # (T, D)
@@ -128,8 +129,10 @@ class Mixer(OverRow):
     # --- backward --------------------------------------------------------------------------
 
     def again(self, x: Tensor) -> None:
-        """Makes ready z and the states, kept or else recomputed from all of x."""
-        if self._z is None:
+        """Makes ready what backward reads of z and the states, kept or else recomputed from all of
+        x."""
+        reads_z = self._pass.traits.between and self._z is None
+        if reads_z or len(self._kept_states) > 0 == len(self._states):
             for tile in self._pass.schedule.tiles(len(x)):
                 self._pass.schedule.store.wait(tile)
             self._forward(x)
@@ -209,6 +212,15 @@ class Mixer(OverRow):
         z = tokens * s.hidden * itemsize
         # However long the documents are: one of L tokens keeps ceil(L / segment) - 1 states.
         states = (tokens - 1) // cutting.SEGMENT_TOKENS
+        kept = Keepable(
+            name="o",
+            nbytes=z * kind.between + states * mixed.state_bytes,
+            tensors=kind.between + 2 * (states > 0),
+            spares=(forward,),
+            word="o",
+            read_first=True,
+            buffered=True,
+        )
         trained = 2 * tokens * min(mixed.trained, mixed.parameters)
         return Table(
             forward=(forward,),
@@ -223,16 +235,8 @@ class Mixer(OverRow):
                 ),
             ),
             keepables=(
-                Keepable(name="x", nbytes=unit, word="x", always=True, read_first=True),
-                Keepable(
-                    name="o",
-                    nbytes=z + states * mixed.state_bytes,
-                    tensors=1 + 2 * (states > 0),
-                    spares=(forward,),
-                    word="o",
-                    read_first=True,
-                    buffered=True,
-                ),
+                kept_input(s, batch),
+                *([kept] if kept.nbytes else []),
             ),
             buffers=_buffers(s, mixed, tokens),
         )

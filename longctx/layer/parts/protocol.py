@@ -20,12 +20,18 @@ from torch import Tensor
 
 from longctx.cost.dims import LayerKind
 from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import Table
+from longctx.cost.table import INPUT, Keepable, Table
 from longctx.layer.passes import Pass
 from longctx.layer.weights import InOne
 
 Kept = Mapping[str, Tensor]
 NOTHING: Kept = MappingProxyType({})
+
+
+def kept_input(s: Sizes, batch: Batch) -> Keepable:
+    """Returns the row of a layer's input, which the part over the row declares."""
+    nbytes = s.unit(batch.tokens)
+    return Keepable(name=INPUT, nbytes=nbytes, word="x", always=True, read_first=True)
 
 
 class Part:
@@ -49,6 +55,10 @@ class Part:
 
 class OverRow(Part):
     """A block h = x + f(x) over whole rows, x (T, D); here h = x."""
+
+    @staticmethod
+    def cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
+        return Table(keepables=(kept_input(s, batch),))
 
     def begin(self, x: Tensor) -> None:
         """Runs what needs the whole row, in forward, and keeps of it what forward keeps."""

@@ -17,6 +17,7 @@ from longctx.layer.passes import Added
 from longctx.model.caller import Caller
 from longctx.model.families import (
     embedding_multiplier,
+    embedding_of,
     final_norm_of,
     final_norm_spec,
     known_family,
@@ -265,7 +266,7 @@ def _embedded(
     """Returns the embedding's output, or what the call has in its place. transformers asks for the
     gradient of a frozen embedding's output, for the sake of checkpoints. Nobody reads it, and its
     graph would hold the output until backward ends, so it is cut off, unless an engine needs it."""
-    x: Tensor = base.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+    x: Tensor = embedding_of(base)(input_ids) if inputs_embeds is None else inputs_embeds
     if runtime.needs_input_gradient and torch.is_grad_enabled() and not x.requires_grad:
         return x.detach().requires_grad_()
     if inputs_embeds is not None:
