@@ -54,6 +54,8 @@ def why_not_part(config: PretrainedConfig, part: str) -> str | None:
         return "its norms are LayerNorms: layer_norm"
     if part == "layer_norm" and not centred:
         return "its norms are RMSNorms: rms_norm"
+    if part == "rope" and not family.rotary:
+        return "they have no RoPE"
     if part == "rope" and family.interleaved:
         return "its RoPE rotates neighbours, and the part rotates halves"
     if part == "rope" and family.half_tables:
