@@ -4,10 +4,10 @@ It answers questions about what a model computes before the model is there, on o
 little memory, whatever size the model has and whatever engine will share it out:
 
     layers    the first ones, until each kind of layer has come up
-    weights   large ones are views of one stretch of noise, so that all together take POOL_NUMBERS
-              numbers, or one expert's of the largest stack; small ones are initialised as
-              transformers does, and then moved a little, so that no gate is shut and no recurrence
-              forgets at once
+    weights   large ones are views of one stretch of noise, as long as the largest of them, up to
+              POOL_NUMBERS numbers, or as one expert of the largest stack; small ones are
+              initialised as transformers does, and then moved a little, so that no gate is shut
+              and no recurrence forgets at once
     dropout   none, nor other noise of training
     head      `hidden` returns what the head would get
 """
@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from longctx.errors import UserError
 from longctx.model.classes import on_meta, taken_by
 
-POOL_NUMBERS = 1 << 22
+POOL_NUMBERS = 1 << 24
+"""Of a weight that has more, rows overlap, and a matmul makes a copy of it: 5 times as slow."""
 LARGE = 1 << 16
 """Numbers in a weight that is a view of noise."""
 ALIGNED = 64
@@ -142,7 +143,9 @@ def _fill(model: Any, device: torch.device) -> None:
     scale = getattr(model.config.get_text_config(), "hidden_size", 64) ** -0.5
     made: dict[nn.Parameter, nn.Parameter] = {}
 
-    numbers = max(POOL_NUMBERS, *(_least(p.shape) for p in model.parameters()))
+    # With LARGE more, two weights that fill the pool begin at two places in it.
+    wanted = ((min(p.numel(), POOL_NUMBERS) + LARGE, _least(p.shape)) for p in model.parameters())
+    numbers = max(map(max, wanted))
 
     @cache
     def pool(dtype: torch.dtype) -> Tensor:

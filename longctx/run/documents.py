@@ -83,7 +83,8 @@ def _why_joined(
         if ours and why_declined(config) is None:
             return None  # documents are apart by construction
         if model_args.class_type == "any":
-            attention = any_attention(config, kind, model_args.attn_backend)[0] or attention
+            named, _ = any_attention(config, kind, model_args.attn_backend, args.device)
+            attention = named or attention
         for each in tried:
             make = partial(outline, each, kind, attention, dtype)
             if reason := of_specimen(make, args.device, look):

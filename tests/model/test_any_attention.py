@@ -3,15 +3,22 @@ leaves to the model."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from small_any import config_of, make, step
 from torch import Tensor
+from transformers import AutoConfig
 
 import longctx
 from longctx.errors import UserError
 from longctx.model.any_model.masks import Seen, longctx_mask
 from longctx.model.any_model.patch import any_attention
+from longctx.model.any_model.probe import find_loss, why_not_our_attention
+from longctx.model.classes import class_of
+from longctx.model.narrow import FEATURES, narrowed
+from longctx.model.specimen import Specimen, outline
 
 LENGTHS = (9, 5, 10)
 OURS = ("llama", "deepseek_v3", "mistral", "gemma2", "gemma4_text", "gpt_oss", "phi3", "nanochat")
@@ -84,7 +91,8 @@ def test_layers_with_attention_of_their_own_keep_it(family, capsys) -> None:
 
 
 def test_dropout_in_attention_stays_the_models() -> None:
-    name, why = any_attention(config_of("gpt2", attn_pdrop=0.1), type(make("gpt2")), "auto")
+    config, cpu = config_of("gpt2", attn_pdrop=0.1), torch.device("cpu")
+    name, why = any_attention(config, type(make("gpt2")), "auto", cpu)
     assert name is None and "attn_pdrop" in why
 
 
@@ -111,3 +119,52 @@ def test_it_generates() -> None:
         for use in (True, False)
     )
     assert torch.equal(cached, plain)
+
+
+def test_a_large_model_is_tried_in_little_width() -> None:
+    """Gemma 4 31B: each kind of layer, heads by the factor that all kinds share, and no class that
+    needs more."""
+    config = AutoConfig.for_model(
+        "gemma4_text",
+        **dict(hidden_size=5376, intermediate_size=21504, num_hidden_layers=60, vocab_size=262144),
+        **dict(num_attention_heads=32, num_key_value_heads=16, hidden_size_per_layer_input=0),
+    )
+    narrow = narrowed(config)
+    assert (narrow.hidden_size, narrow.intermediate_size) == (5376, FEATURES)
+    assert (narrow.num_attention_heads, config.vocab_size) == (4, 262144)
+    kind, cpu = class_of(config), torch.device("cpu")
+    tried = Specimen(outline(narrow, kind, None, torch.float32), cpu).model
+    assert len(tried.model.layers) == 6
+    sizes = [layer.self_attn.head_dim for layer in tried.model.layers]
+    assert sizes == [256] * 5 + [512]
+
+
+def test_the_probe_has_no_tf32_and_leaves_it_as_it_was() -> None:
+    backends: Any = torch.backends
+    seen = []
+
+    def look(*_: object) -> None:
+        seen.append((torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32))
+        raise UserError("seen")
+
+    before = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high")
+    backends.cudnn.allow_tf32 = True
+    try:
+        with pytest.raises(UserError, match="seen"):
+            find_loss(config_of("llama"), look, torch.device("cpu"))
+        assert seen[0] == ("highest", False)
+        assert torch.get_float32_matmul_precision() == "high" and backends.cudnn.allow_tf32
+        assert backends.cuda.matmul.allow_tf32 and backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gemma4_text"])
+def test_a_gpu_finds_what_a_cpu_finds(family) -> None:
+    config, cuda = AutoConfig.for_model(family, num_hidden_layers=6), torch.device("cuda")
+    kind = class_of(config)
+    assert why_not_our_attention(config, kind, None, cuda) is None
+    assert find_loss(config, kind, cuda) == find_loss(config, kind, torch.device("cpu"))

@@ -31,8 +31,8 @@ def patch_any(model: PreTrainedModel, args: PatchOptions, device: torch.device) 
     and attention that was asked for by name and that the model cannot have."""
     _refuse(model)
     kind, config = type(model), model.config
-    name, why = any_attention(config, kind, args.attn_backend)
-    loss, why_own = _loss_of(model)
+    name, why = any_attention(config, kind, args.attn_backend, device)
+    loss, why_own = _loss_of(model, device)
     runtime = AnyRuntime(args=args, store=ActivationStore(device, args.host_memory_gib), loss=loss)
     layers = attach_seam(model, runtime)
     if name is not None:
@@ -67,14 +67,16 @@ def unpatch_any(model: Any) -> None:
         model.set_attn_implementation(before)
 
 
-def any_attention(config: Any, kind: Any, backend: Backend) -> tuple[str | None, str]:
+def any_attention(
+    config: Any, kind: Any, backend: Backend, device: torch.device
+) -> tuple[str | None, str]:
     """Returns transformers' name of our attention if models of the class `kind` are to have it, or
     None and why not; no reason if theirs was asked for. Raises UserError where ours was asked for
     by name and cannot be."""
     if backend not in NAMES:
         return None, ""
     own = "eager" if getattr(config.get_text_config(), _CAP, None) is not None else None
-    why = why_not_our_attention(config, kind, own)
+    why = why_not_our_attention(config, kind, own, device)
     if why is not None and backend != "auto":
         raise UserError(
             f"--attn_backend {backend}: {kind.__name__} cannot have our attention ({why}): use "
@@ -87,13 +89,13 @@ _CAP = "attn_logit_softcapping"
 """transformers' sdpa has no cap of scores, which 5.17 left out in silence."""
 
 
-def _loss_of(model: Any) -> tuple[LossFactors | None, str]:
+def _loss_of(model: Any, device: torch.device) -> tuple[LossFactors | None, str]:
     """Returns how our loss is this model's, or None and why it is not."""
     if reason := why_no_head(model.get_output_embeddings()):
         return None, reason
     if "_loss_function" in vars(model):
         return None, "its loss_function was exchanged"
-    return find_loss(model.config, type(model))
+    return find_loss(model.config, type(model), device)
 
 
 def _refuse(model: Any) -> None:
