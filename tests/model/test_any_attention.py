@@ -122,8 +122,7 @@ def test_it_generates() -> None:
 
 
 def test_a_large_model_is_tried_in_little_width() -> None:
-    """Gemma 4 31B: each kind of layer, heads by the factor that all kinds share, and no class that
-    needs more."""
+    """Gemma 4 31B: heads by the factor that all kinds of layers share, which keep their sizes."""
     config = AutoConfig.for_model(
         "gemma4_text",
         **dict(hidden_size=5376, intermediate_size=21504, num_hidden_layers=60, vocab_size=262144),
@@ -134,9 +133,7 @@ def test_a_large_model_is_tried_in_little_width() -> None:
     assert (narrow.num_attention_heads, config.vocab_size) == (4, 262144)
     kind, cpu = class_of(config), torch.device("cpu")
     tried = Specimen(outline(narrow, kind, None, torch.float32), cpu).model
-    assert len(tried.model.layers) == 6
-    sizes = [layer.self_attn.head_dim for layer in tried.model.layers]
-    assert sizes == [256] * 5 + [512]
+    assert {layer.self_attn.head_dim for layer in tried.model.layers} == {256, 512}
 
 
 def test_the_probe_has_no_tf32_and_leaves_it_as_it_was() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from small_any import make
 from small_run import prepare, run
 from small_tokenizer import small_tokenizer
@@ -72,11 +73,15 @@ def test_states_of_all_layers_wait_on_the_host(tmp_path, capsys) -> None:
 
 
 def test_a_run_resumes(tmp_path) -> None:
-    flags = [*flags_of(tmp_path, "gpt2"), "--class_type", "any", "--dtype", "bfloat16"]
+    """GPT-NeoX's lm_head and embeddings have names of their own."""
+    flags = [*flags_of(tmp_path, "gpt_neox"), "--class_type", "any", "--dtype", "bfloat16"]
     whole = losses(flags, tmp_path / "whole", "--max_steps", "4")
     losses(flags, tmp_path / "run", "--max_steps", "2")
     again = ["--max_steps", "4", "--resume_from_checkpoint", "true"]
     assert losses(flags, tmp_path / "run", *again) == whole
+    ends = (tmp_path / name / "final" for name in ("whole", "run"))
+    whole, resumed = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in ends)
+    assert all(torch.equal(resumed[name], x) for name, x in whole.items())
 
 
 def test_what_is_refused(tmp_path) -> None:
