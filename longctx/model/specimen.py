@@ -63,7 +63,8 @@ class Specimen:
 
     @torch.no_grad()
     def hidden(self, **inputs: Tensor) -> Tensor:  # (B, S) each -> (B, S, D) fp32
-        """Runs the model's own forward, and returns what its head gets."""
+        """Runs the model's own forward, and returns what its head gets, or what the model returns
+        if it has none."""
         seen: list[Tensor] = []
 
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -71,6 +72,9 @@ class Specimen:
             return hidden[..., :1]
 
         head = getattr(self.model, "score", None) or self.model.get_output_embeddings()
+        if head is None:
+            states: Tensor = self.model(**inputs)[0]
+            return states.float()
         head.forward = forward
         try:
             self.model(**inputs)

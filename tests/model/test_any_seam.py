@@ -6,7 +6,9 @@ import copy
 
 import pytest
 import torch
-from small_any import make, step
+from small_any import config_of, errors, make, step
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import longctx
 from longctx.errors import UserError
@@ -149,3 +151,48 @@ def test_auxiliary_losses_are_added() -> None:
     longctx.patch(model, **OWN)
     assert model.longctx_any.loss is not None
     assert torch.allclose(step(model)["loss"], own["loss"], rtol=1e-6)
+
+
+class OfAStranger(LlamaForCausalLM):
+    """As code from the hub is: named arguments alone."""
+
+    past_checkpoints = False
+
+    def forward(self, input_ids=None, labels=None, attention_mask=None) -> CausalLMOutputWithPast:
+        if self.past_checkpoints:
+            hidden = self.model.embed_tokens(input_ids)
+            for layer in self.model.layers:
+                hidden = hidden + layer.mlp(layer.input_layernorm(hidden))
+        else:
+            hidden = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        logits = self.lm_head(hidden)
+        vocab = self.config.vocab_size
+        loss = None if labels is None else self.loss_function(logits, labels, vocab)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class PastCheckpoints(OfAStranger):
+    past_checkpoints = True
+
+
+def test_a_forward_of_few_arguments_gets_our_loss(capsys) -> None:
+    torch.manual_seed(0)
+    model = OfAStranger(config_of("llama")).train()
+    own = step(model)
+    longctx.patch(model, any_model=True)
+    assert "our attention, lm_head + cross-entropy in chunks" in capsys.readouterr().out
+    assert errors(step(model), own)["gradient_error"] < 1e-5
+
+
+def test_layers_that_run_past_their_checkpoints_are_refused() -> None:
+    model = longctx.patch(PastCheckpoints(config_of("llama")), any_model=True)
+    with pytest.raises(UserError, match="PastCheckpoints runs its layers past"):
+        step(model.train())
+    model._set_gradient_checkpointing(enable=False)
+    step(model)
+
+
+def test_a_model_without_a_head_gets_our_attention(capsys) -> None:
+    model = longctx.patch(make("llama").model, any_model=True)
+    assert ", our attention, the model's own loss" in capsys.readouterr().out
+    model(input_ids=torch.arange(10, 30)[None])[0].sum().backward()

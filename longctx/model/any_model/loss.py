@@ -49,8 +49,11 @@ def any_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     embedded = given.get("inputs_embeds")
     runtime.begin(self, given.get("input_ids") if embedded is None else embedded)
     if runtime.loss is not None and _is_ours(self, given):
-        return _with_our_loss(self, runtime.loss, given)
-    return type(self).forward(self, **_known(self, given))
+        found = _with_our_loss(self, runtime.loss, given)
+    else:
+        found = type(self).forward(self, **_known(self, given))
+    runtime.check_checkpoints(self)
+    return found
 
 
 def _is_ours(model: Any, given: dict[str, Any]) -> bool:
@@ -65,13 +68,16 @@ def _is_ours(model: Any, given: dict[str, Any]) -> bool:
     return all_tokens and shows is not False and as_tried
 
 
+_OFFERED = ("num_items_in_batch", "return_dict")
+"""Arguments that a model's forward gets if it takes them."""
+
+
 def _known(model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments without the count of items, if the model's forward takes none."""
+    """Returns the arguments without those of `_OFFERED` that the model's forward does not take."""
     parameters = inspect.signature(type(model).forward).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if takes_any or "num_items_in_batch" in parameters:
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return given
-    return {name: value for name, value in given.items() if name != "num_items_in_batch"}
+    return {n: value for n, value in given.items() if n not in _OFFERED or n in parameters}
 
 
 def _with_our_loss(model: Any, factors: LossFactors, given: dict[str, Any]) -> Any:
@@ -82,7 +88,7 @@ def _with_our_loss(model: Any, factors: LossFactors, given: dict[str, Any]) -> A
     rest = {name: value for name, value in given.items() if name not in own}
     head = model.get_output_embeddings()
     with in_head(head, targets, factors, items) as inside:
-        found = type(model).forward(model, **rest | {"return_dict": True})
+        found = type(model).forward(model, **_known(model, rest | {"return_dict": True}))
     loss, hidden = inside
     if getattr(found, "aux_loss", None) is not None:
         loss = loss + auxiliary_factor(model) * found.aux_loss.to(loss.device)

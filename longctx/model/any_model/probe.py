@@ -191,7 +191,7 @@ def _labelled(specimen: Specimen) -> dict[str, Any]:
     ids = _tokens(specimen.model, LABELLED, specimen.device)
     labels = ids.clone()
     labels[0, :3] = -100
-    return dict(input_ids=ids, labels=labels, use_cache=False)
+    return dict(input_ids=ids, labels=labels)
 
 
 def _states(specimen: Specimen) -> Tensor:  # (N, D)

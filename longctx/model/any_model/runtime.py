@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from longctx.cost.kept import describe, uniform
 from longctx.cost.sizes import Batch
+from longctx.errors import UserError
 from longctx.memory.ladder import Budget, Step, choose, host_bytes
 from longctx.memory.levels import pending_levels
 from longctx.memory.pending import Pending, pending_bytes
@@ -52,6 +53,10 @@ class AnyRuntime:
     """Tells what else the first step will claim on the GPU; an engine knows better."""
     reserved_tokens: int = 0
     """Tokens of the longest batch that the store has room for."""
+    checkpointing: bool = True
+    """Whether layers are asked to run as checkpoints; trainers may switch it off."""
+    checkpoints: int = 0
+    """Layers that ran as checkpoints in the forward that runs."""
     link_bytes: float | None = None
     """The rate of the link to the host, if processes have measured it together."""
 
@@ -71,6 +76,18 @@ class AnyRuntime:
         tokens = x.shape[0] * x.shape[1]
         if tokens > self.reserved_tokens:
             self.reserve(model, tokens)
+
+    def check_checkpoints(self, model: Any) -> None:
+        """Ends a forward. Raises UserError if no layer ran as a checkpoint though all were asked
+        to: code of a stranger may call the layers' forward past transformers' checkpointing."""
+        count, self.checkpoints = self.checkpoints, 0
+        asked = self.checkpointing and model.training and torch.is_grad_enabled()
+        if asked and not count:
+            raise UserError(
+                f"{type(model).__name__} runs its layers past transformers' checkpointing, so that "
+                "all of their activations would be held: it trains with --class_type vanilla "
+                "--gradient_checkpointing false alone"
+            )
 
     def reserve(self, model: Any, tokens: int, host_room: int | None = None) -> None:
         """Decides where the inputs of layers wait, for batches of up to `tokens` tokens, and makes

@@ -55,6 +55,7 @@ class Seam:
         **kwargs)`. Raises UserError for a layer that writes into its input."""
         if self._inside or not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        self.runtime.checkpoints += 1
         layer = _layer_of(function)
         above = vars(layer).get(ABOVE) if layer is not None else None
         function, args = _with_input_first(
@@ -180,6 +181,7 @@ def _set(model: Any, seam: Seam, enable: bool = True, *args: Any, **kwargs: Any)
     """Stands in for the method with which trainers switch checkpointing on with a function of
     theirs, or off."""
     type(model)._set_gradient_checkpointing(model, enable, gradient_checkpointing_func=seam)
+    seam.runtime.checkpointing = enable
 
 
 def detach_seam(model: Any) -> None:
