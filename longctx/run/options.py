@@ -17,8 +17,9 @@ from transformers import PretrainedConfig
 
 from longctx.engines import Engine, choose_engine
 from longctx.errors import UserError, many, print_rank0
-from longctx.model.classes import sees_images
+from longctx.model.classes import class_of, sees_images
 from longctx.model.declined import is_dropout, why_declined
+from longctx.model.families import family_of, not_known
 from longctx.model.vision import PREFIXES
 from longctx.options.config import (
     DataArguments,
@@ -123,7 +124,10 @@ def check_layers(
     model_args: ModelArguments, args: TrainArguments, config: PretrainedConfig
 ) -> None:
     """Raises UserError for a run that needs the schedule, of a model whose configuration sends it
-    to Hugging Face's layers."""
+    to Hugging Face's layers, and for a task that scores answers with a model of no family."""
+    text = config.get_text_config()
+    if args.task != "sft" and class_of(config) and family_of(text) is None:
+        raise UserError(f"--task {args.task}: {not_known(repr(config.model_type), scored=True)}")
     needs = "" if args.task in ("sft", "distill") else f"--task {args.task}"
     if args.sequence_parallel_size > 1:
         needs = f"--sequence_parallel_size {args.sequence_parallel_size}"

@@ -84,8 +84,12 @@ def test_a_run_resumes(tmp_path) -> None:
     assert all(torch.equal(resumed[name], x) for name, x in whole.items())
 
 
-def test_what_is_refused(tmp_path) -> None:
+def test_what_is_refused(tmp_path, capsys) -> None:
     flags = [*flags_of(tmp_path, "openai-gpt"), "--class_type", "any"]
+    for task in ("dpo", "kto", "reward"):
+        with pytest.raises(UserError, match=f"--task {task}: .* trains --task sft"):
+            losses(flags, tmp_path / "run", "--task", task)
+    assert "parameters in" not in capsys.readouterr().out  # before weights are read
     with pytest.raises(UserError, match="no layers that transformers could checkpoint"):
         losses(flags, tmp_path / "run")
     config = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}
