@@ -1,37 +1,26 @@
 """Our kernels inside the modules that transformers has as mixers, while the schedule runs them.
 
-    convolution    transformers calls causal-conv1d, which is built with nvcc, or torch's
-    gated norm     some ten passes over fp32 tensors in torch
-    delta rule     one of flash-linear-attention's kernels is refused on some machines
-
-The last: on a Hopper GPU with Triton from 3.4 up to 3.7.1, as torch 2.9 to 2.12 bring it, the
-package's Gated DeltaNet ends with an error in backward, since Triton compiles one of its kernels to
-wrong numbers there. Ours (kernels/delta_rule.py) is registered for it as the package provides for.
+convolution    transformers calls causal-conv1d, which is built with nvcc, or torch's
+gated norm     some ten passes over fp32 tensors in torch
+LoRA           PEFT converts what an adapter reads to fp32, and adds what it gives in passes of
+               their own
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
-from packaging.requirements import Requirement
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from longctx.errors import UserError
 from longctx.kernels.causal_conv import MOST_TAPS, causal_conv
-from longctx.kernels.delta_rule import MOST, chunk_gradients
 from longctx.kernels.gated_norm import gated_norm
-from longctx.safety.packages import pip_install, requirements
-from longctx.safety.system import installed, version_of
-
-PACKAGE, MODULE = "flash-linear-attention", "fla"
-AFFECTED = Version("3.4"), Version("3.7.1")
-"""The first Triton that compiles the kernel wrongly, and the first that does not any more."""
+from longctx.layer.adapted import adapted_linear
+from longctx.model.adapters import applied, is_adapted, is_wrapped, why_not_applied
 
 
 class OurConvolution(TorchFunctionMode):
@@ -89,50 +78,37 @@ def our_gated_norm(norm: nn.Module | None) -> Iterator[None]:
         del norm.forward
 
 
-def prepare_mixer_kernels() -> None:
-    """Makes flash-linear-attention ready to train on the GPU that is here, if there are both.
-    Raises UserError for a version of it that is too old."""
-    found = version_of(PACKAGE)
-    if not installed(MODULE) or not torch.cuda.is_available():
-        return
-    takes = next((line for line in requirements() if line.name == PACKAGE), Requirement(PACKAGE))
-    if found is not None and found not in takes.specifier:
-        raise UserError(
-            f"{PACKAGE} {found}, which runs this model's mixers, is too old: {pip_install(PACKAGE)}"
-        )
-    triton = version_of("triton")
-    first, mended = AFFECTED
-    if torch.cuda.get_device_capability()[0] == 9 and triton and first <= Version(triton) < mended:
-        _register()
+@contextmanager
+def our_adapters(module: nn.Module) -> Iterator[None]:
+    """A context in which linear layers with an adapter inside a module are the schedule's
+    (layer/adapted.py). PEFT's own run those that are quantised, that drop some of what they read,
+    or that somebody else has changed."""
+    found = [inner for inner in module.modules() if _is_ours(inner)]
+    for inner in found:
+        inner.forward = partial(_adapted, inner)
+    try:
+        yield
+    finally:
+        for inner in found:
+            del inner.forward
 
 
-@cache
-def _register() -> None:
-    from fla.backends import BaseBackend, register
+def _is_ours(module: Any) -> bool:
+    if not is_adapted(module) or is_wrapped(module) or "forward" in vars(module):
+        return False
+    base = module.base_layer
+    if type(base) is not nn.Linear or base._forward_hooks or base._forward_pre_hooks:
+        return False
+    weight = base.weight
+    fits = not weight.requires_grad and weight.dtype.itemsize <= 4
+    return fits and not any(why_not_applied(module, weight.dtype, ""))
 
-    class Longctx(BaseBackend):
-        """After TileLang's kernel for the same function, which needs nvcc."""
 
-        backend_type = "longctx"
-        priority = 9
-
-        def chunk_bwd_dqkwg_verifier(
-            self, q: Tensor, v: Tensor, h: Tensor, **others: Any
-        ) -> tuple[bool, str | None]:
-            absent = ("g_gamma", "cu_seqlens")
-            if others.get("g") is None or any(others.get(name) is not None for name in absent):
-                return False, "it has a decay of each token and rows of one document"
-            if others.get("w") is None or others.get("state_v_first"):
-                return False, "it is that of the delta rule, with states (K, V)"
-            if max(h.shape[-2:]) > MOST or h.dtype != q.dtype or q.element_size() != 2:
-                return False, f"it has 16 bits, and heads of at most {MOST}"
-            return True, None
-
-        def chunk_bwd_dqkwg(
-            self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, h: Tensor, dh: Tensor, **others: Any
-        ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            scale = others.get("scale") or k.shape[-1] ** -0.5
-            chunk = others.get("chunk_size", 64)
-            return chunk_gradients(q, k, v, do, others["dv"], others["g"], h, dh, scale, chunk)
-
-    register("common")(Longctx)
+def _adapted(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    base, adapter = module.base_layer, applied({"": module}).get("")
+    plain = adapter is not None and not adapter.dropout and not adapter.more
+    casts = torch.is_autocast_enabled(x.device.type) or x.dtype != base.weight.dtype
+    if args or kwargs or casts or adapter is None or not plain:
+        theirs: Tensor = type(module).forward(module, x, *args, **kwargs)
+        return theirs
+    return adapted_linear(x, base.weight, base.bias, adapter.a, adapter.b, adapter.scale)

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from longctx.layer.parts.mixer import State
 from longctx.model.families import layers_of
 from longctx.model.family import Family, part_of
-from longctx.model.mixer_kernels import OurConvolution, our_gated_norm
+from longctx.model.mixer_kernels import OurConvolution, our_adapters, our_gated_norm
 from longctx.safety.packages import pip_install
 from longctx.safety.system import installed
 
@@ -50,7 +50,7 @@ class ModelsMixer:
         carried = Carried(begin)
         how = {"hidden_states": n, self.cache: carried}
         norm = self.module.get_submodule(self.norm) if self.norm else None
-        with OurConvolution(), our_gated_norm(norm):
+        with OurConvolution(), our_gated_norm(norm), our_adapters(self.module):
             z: Tensor = functional_call(self.module, dict(parameters), (), how)
         return z, carried.end
 

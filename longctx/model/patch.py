@@ -37,9 +37,9 @@ from longctx.model.any_model.patch import patch_any, unpatch_any
 from longctx.model.any_model.runtime import any_part
 from longctx.model.beside import calling_trainer, models_beside
 from longctx.model.families import base_of, head_of, mixes, not_known, score_cap
+from longctx.model.fla_kernels import prepare_fla
 from longctx.model.forwards.attach import attach, attach_around, detach
 from longctx.model.forwards.said import foretell
-from longctx.model.mixer_kernels import prepare_mixer_kernels
 from longctx.model.parts import attach_parts, check_family, detach_loss
 from longctx.model.runtime import Runtime, runtime_of
 from longctx.model.stand_ins import has_packed_experts
@@ -291,7 +291,7 @@ def patch_custom(model: PreTrainedModel, args: PatchOptions, device: torch.devic
     keep_layout_(model)
     base: Any = base_of(model)
     if args.schedules and mixes(base.config):
-        prepare_mixer_kernels()
+        prepare_fla(base.config)
     if args.parts is not None:
         check_parts("parts", args, base.config)
         attach_parts(model, args.parts)

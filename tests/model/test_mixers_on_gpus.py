@@ -9,9 +9,11 @@ import pytest
 import torch
 from small_layer import batch, gradients
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import longctx
 from exactness import DEVICE, relative_error
+from longctx.model.fla_kernels import prepare_fla
 
 pytestmark = pytest.mark.gpu
 ROUNDED = 0.02
@@ -47,6 +49,49 @@ def test_segments_of_a_long_row_are_the_row() -> None:
     assert abs(own - loss) <= ROUNDED * loss
     for name, grad in grads.items():
         assert relative_error(found[name], grad) < ROUNDED, name
+
+
+def test_the_kernels_are_transformers_equations() -> None:
+    """Forward, backward and the gradient through the state, beside torch's code in fp32."""
+    pytest.importorskip("fla")
+    prepare_fla(AutoConfig.for_model("qwen3_5_text"))
+    torch.manual_seed(0)
+    heads = (1, 300, 4, 128)
+    given = [torch.randn(heads, device=DEVICE).bfloat16() for _ in range(3)]
+    given += [-torch.rand(heads[:3], device=DEVICE) / 16, torch.rand(heads[:3], device=DEVICE)]
+    given.append(torch.randn(1, 4, 128, 128, device=DEVICE) / 8)
+    weights = torch.randn(heads, device=DEVICE), torch.randn(1, 4, 128, 128, device=DEVICE) / 8
+
+    def run(rule: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(dtype if x.dim() == 4 and len(x[0]) > 4 else x.dtype) for x in given]
+        q, k, v, g, beta, state = leaves = [x.detach().requires_grad_() for x in leaves]
+        how = dict(g=g, beta=beta.to(dtype), initial_state=state, output_final_state=True)
+        found = rule(q, k, v, **how, use_qk_l2norm_in_kernel=True)
+        total = sum((x.float() * w).sum() for x, w in zip(found, weights, strict=True))
+        return [*found, *torch.autograd.grad(total, leaves)]
+
+    kernel = modeling_qwen3_5.torch_chunk_gated_delta_rule
+    names = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "d_state")
+    truths = run(kernel.__wrapped__, torch.float32)
+    for name, own, truth in zip(names, run(kernel, torch.bfloat16), truths, strict=True):
+        assert relative_error(own, truth) < ROUNDED, name
+
+
+def test_adapters_in_mixers() -> None:
+    """As PEFT computes them beside the same kernels."""
+    peft = pytest.importorskip("peft")
+    theirs, _ = pair()
+    targets = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"]
+    config = peft.LoraConfig(r=16, target_modules=targets, init_lora_weights=False)
+    adapted = peft.get_peft_model(theirs, config)
+    ours = longctx.patch(copy.deepcopy(adapted), strict=True)
+    inputs = batch([[20000]])
+    loss, grads = gradients(adapted, inputs)
+    grads = {name: grad.clone() for name, grad in grads.items()}
+    own, found = gradients(ours, inputs)
+    assert abs(own - loss) <= ROUNDED * loss
+    for name, grad in grads.items():
+        assert relative_error(found[name], grad) < 2 * ROUNDED, name
 
 
 def test_packed_documents_are_separate_ones() -> None:

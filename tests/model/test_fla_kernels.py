@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,13 @@ import torch
 
 from longctx.errors import UserError
 from longctx.kernels.delta_rule import chunk_gradients
-from longctx.model import mixer_kernels
+from longctx.model import fla_kernels
+
+
+class Mode(Enum):
+    DISABLED = 0
+    FULL = 1
+    STRICT = 2
 
 
 class Registry:
@@ -22,6 +29,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.found: list[tuple[str, type]] = []
+        self.configs: Any = None
 
     def register(self, of: str) -> Any:
         return lambda kind: self.found.append((of, kind)) or kind
@@ -33,17 +41,26 @@ def prepare(
     fla: str | None = "0.6.0",
     triton: str = "3.6.0",
     capability: tuple[int, int] | None = (9, 0),
+    mode: Mode = Mode.DISABLED,
+    columns: int = 128,
 ) -> Registry:
     registry = Registry()
-    monkeypatch.setitem(sys.modules, "fla.backends", registry)
-    monkeypatch.setattr(mixer_kernels, "installed", lambda module: fla is not None)
+    configs = SimpleNamespace(FlaCacheMode=Mode, FLA_CACHE_MODE=mode, load_cached_config=None)
+    registry.configs = configs
+    for name, module in {"backends": registry, "ops.utils": SimpleNamespace(cache=configs)}.items():
+        monkeypatch.setitem(sys.modules, f"fla.{name}", module)
+    monkeypatch.setattr(fla_kernels, "installed", lambda module: fla is not None)
     versions = {"flash-linear-attention": fla, "triton": triton}
-    monkeypatch.setattr(mixer_kernels, "version_of", versions.get)
+    monkeypatch.setattr(fla_kernels, "version_of", versions.get)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    mixer_kernels._register.cache_clear()
-    mixer_kernels.prepare_mixer_kernels()
-    mixer_kernels._register.cache_clear()
+    for once in (fla_kernels._register, fla_kernels._configure):
+        once.cache_clear()
+    try:
+        fla_kernels.prepare_fla(SimpleNamespace(linear_key_head_dim=columns))
+    finally:
+        for once in (fla_kernels._register, fla_kernels._configure):
+            once.cache_clear()
     return registry
 
 
@@ -59,6 +76,16 @@ def test_where_ours_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for machine in elsewhere:
         assert not prepare(monkeypatch, **machine).found, machine
+
+
+def test_configurations_are_given_once_and_not_to_whom_has_them(monkeypatch) -> None:
+    given = prepare(monkeypatch).configs
+    assert given.FLA_CACHE_MODE is Mode.FULL
+    assert given.load_cached_config("l2norm_fwd_kernel", None)["kwargs"] == {"BT": 16}
+    assert given.load_cached_config("another") is None
+    for machine in (dict(mode=Mode.STRICT), dict(columns=256), dict(capability=(10, 0))):
+        found = prepare(monkeypatch, **machine).configs
+        assert found.load_cached_config is None, machine
 
 
 def test_an_old_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
