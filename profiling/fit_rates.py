@@ -285,6 +285,18 @@ def grouped() -> float:
     return float(flops / sum(row["ms"] / 1e3 for row in rows) / MACHINES["h100"].flops)
 
 
+def mixers() -> float:
+    """MIXERS, forward twice and backward: the bytes that an H100 moves in the seconds of the phase
+    that its matmuls and the rows around them (7 of them) do not take."""
+    found = json.loads((RESULTS / "h100_hybrid_phases.json").read_text())["rows"]
+    (row,) = (row for row in found if row["phase"] == "mixer")
+    layers, hidden, columns = 24, 4096, 8192 + 4096 + 32 + 32 + 4096  # of Qwen3.5-9B
+    h100 = MACHINES["h100"]
+    matmuls = 3 * 2 * hidden * columns / h100.flops
+    seconds = row["s_per_step"] / layers / row["tokens"] - matmuls
+    return float((seconds * h100.memory_bytes / BF16 - 7 * hidden) / columns)
+
+
 def towers() -> float:
     """The mean of two steps: of the seconds in which the GPU is not idle, those that the language
     model does not take."""
@@ -442,6 +454,13 @@ FITS: tuple[Fit, ...] = (
         today=fitted.GROUPED,
         again=grouped,
         files="h100_grouped",
+        tolerance=0.05,
+    ),
+    Fit(
+        name="MIXERS",
+        today=2 * fitted.MIXERS[0] + fitted.MIXERS[1],
+        again=mixers,
+        files="h100_hybrid_phases",
         tolerance=0.05,
     ),
     Fit(

@@ -214,7 +214,7 @@ def test_a_part_declares_what_it_makes_and_nothing_of_other_parts() -> None:
 
 
 def test_a_word_names_what_a_layer_has() -> None:
-    parallel = StepTable.of(llama_8b(parallel=True), Batch(T, T)).kinds[0]
+    parallel = StepTable.of(llama_8b(parallel=True, between=False), Batch(T, T)).kinds[0]
     assert asked("h", parallel) == asked("o", parallel) == SETS["o"]
     normed = StepTable.of(llama_8b(post_norms=True), Batch(T, T)).kinds[0]
     assert asked("all", normed) == SETS["all"] | {"down"}

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from longctx.cost.dims import LayerKind, Mixed
+from longctx.cost.fitted import MIXERS
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import INPUT, Buffer, Keepable, Table, Work
 from longctx.kernels.annotate import annotated, each
@@ -207,8 +208,9 @@ class Mixer(OverRow):
         tokens, unit = batch.tokens, s.unit(batch.tokens)
         mixed, itemsize = kind.mixer, s.itemsize
         made = tokens * mixed.columns * itemsize
+        moved, moved_back = (int(elements * made) for elements in MIXERS)
         flops = 2 * tokens * mixed.parameters
-        forward = Work(name="mixer", flops=flops, nbytes=int(FORWARD * made) + 3 * unit)
+        forward = Work(name="mixer", flops=flops, nbytes=moved + 3 * unit)
         z = tokens * s.hidden * itemsize
         # However long the documents are: one of L tokens keeps ceil(L / segment) - 1 states.
         states = (tokens - 1) // cutting.SEGMENT_TOKENS
@@ -226,11 +228,11 @@ class Mixer(OverRow):
             forward=(forward,),
             backward=(
                 # With a graph: forward once more, then the gradients of inputs and of weights.
-                Work(name="mixer", flops=flops, nbytes=int(FORWARD * made)),
+                Work(name="mixer", flops=flops, nbytes=moved),
                 Work(
                     name="mixer's gradients",
                     flops=flops + trained,
-                    nbytes=int(BACKWARD * made) + 4 * unit,
+                    nbytes=moved_back + 4 * unit,
                     finishing=True,
                 ),
             ),
@@ -240,12 +242,6 @@ class Mixer(OverRow):
             ),
             buffers=_buffers(s, mixed, tokens),
         )
-
-
-FORWARD, BACKWARD = 6.7, 13.7
-"""The elements that a Gated DeltaNet reads and writes for a token, forward and backward, for each
-one of `Mixed.columns`. They were counted and not measured: in Qwen3.5-9B, whose mixers have 16448
-columns, 27 and 55 tensors of 4096 elements a token."""
 
 
 def _buffers(s: Sizes, mixed: Mixed, tokens: int) -> tuple[Buffer, ...]:
