@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 from longctx.commands import train
 from longctx.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+
 STEPS = ["--max_steps", "3", "--logging_steps", "1", "--lr_scheduler_type", "constant"]
 DROPOUTS = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout"), 0.0)
 
