@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import replace_once_a_launch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+    replace_once_a_launch()
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what determinism asks of cuBLAS
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the hub; a lookup would hang offline
 torch.backends.cudnn.allow_tf32 = False  # convolutions in fp32 would have 10 bits on a GPU
