@@ -14,7 +14,7 @@ from typing import Any
 
 def replace_once_a_launch() -> None:
     """Has functions that see the same modules of the language share one search a launch."""
-    with suppress(ImportError):
+    with suppress(ImportError, AttributeError):  # no Triton, or one that is made otherwise
         import triton.language as tl
         from triton.runtime import interpreter
 
