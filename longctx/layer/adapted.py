@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longctx.kernels.launch import once_differentiable
 from longctx.layer.adapters.lora import Lora, Low, LowGradient
+from longctx.layer.linear import dense
 from longctx.layer.projection import Projection
 
 
@@ -28,21 +29,24 @@ class _AdaptedLinear(torch.autograd.Function):
         b: Tensor,  # (O, r)
         scale: float,
     ) -> Tensor:  # (..., O)
-        ctx.projection = Projection(weight, bias, Low.of(a, b, Lora(scale=scale), weight.dtype))
+        low = Low.of(a, b, Lora(scale=scale), x.dtype)
+        ctx.given = weight, low
         ctx.save_for_backward(x)
         rows = x.reshape(-1, x.shape[-1])
-        return ctx.projection(rows, slice(0, len(rows))).view(*x.shape[:-1], len(weight))
+        y = Projection(dense(weight), bias, low)(rows, slice(0, len(rows)))
+        return y.view(*x.shape[:-1], y.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), projection = ctx.saved_tensors, ctx.projection
+        (x,), (weight, low) = ctx.saved_tensors, ctx.given
+        projection = Projection(dense(weight), None, low)
         rows, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         tile = slice(0, len(rows))
-        v = projection.inner_grad(dy)
+        v = low.inner_grad(dy)
         dx = projection.input_grad(dy, v, tile).view_as(x) if ctx.needs_input_grad[0] else None
         names = [name for name, i in (("a", 3), ("b", 4)) if ctx.needs_input_grad[i]]
-        sums = LowGradient(projection.adapter, names)
+        sums = LowGradient(low, names)
         sums.add(dy, rows, None, v, tile)
         found = sums.finish()
         return dx, None, None, found["a"], found["b"], None
@@ -56,6 +60,7 @@ def adapted_linear(
     b: Tensor,  # (O, r)
     scale: float,
 ) -> Tensor:  # (..., O)
-    """x W' + bias + s x A' B', differentiable in x, A and B. W and x are of one dtype."""
+    """x W' + bias + s x A' B', differentiable in x, A and B. W is of the dtype of x, or in 4 bits
+    as bitsandbytes has it: then it is made dense in each direction."""
     result: Tensor = _AdaptedLinear.apply(x, weight, bias, a, b, scale)
     return result

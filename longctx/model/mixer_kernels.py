@@ -20,7 +20,15 @@ from torch.overrides import TorchFunctionMode
 from longctx.kernels.causal_conv import MOST_TAPS, causal_conv
 from longctx.kernels.gated_norm import gated_norm
 from longctx.layer.adapted import adapted_linear
-from longctx.model.adapters import applied, is_adapted, is_wrapped, why_not_applied
+from longctx.layer.linear import packed_state
+from longctx.model.adapters import (
+    QUANTISED,
+    applied,
+    is_adapted,
+    is_wrapped,
+    why_not_applied,
+    why_not_dense,
+)
 
 
 class OurConvolution(TorchFunctionMode):
@@ -81,8 +89,8 @@ def our_gated_norm(norm: nn.Module | None) -> Iterator[None]:
 @contextmanager
 def our_adapters(module: nn.Module) -> Iterator[None]:
     """A context in which linear layers with an adapter inside a module are the schedule's
-    (layer/adapted.py). PEFT's own run those that are quantised, that drop some of what they read,
-    or that somebody else has changed."""
+    (layer/adapted.py). PEFT's own run those that drop some of what they read, that are trained
+    themselves, or that somebody else has changed."""
     found = [inner for inner in module.modules() if _is_ours(inner)]
     for inner in found:
         inner.forward = partial(_adapted, inner)
@@ -97,17 +105,28 @@ def _is_ours(module: Any) -> bool:
     if not is_adapted(module) or is_wrapped(module) or "forward" in vars(module):
         return False
     base = module.base_layer
-    if type(base) is not nn.Linear or base._forward_hooks or base._forward_pre_hooks:
+    if base._forward_hooks or base._forward_pre_hooks or base.weight.requires_grad:
         return False
-    weight = base.weight
-    fits = not weight.requires_grad and weight.dtype.itemsize <= 4
-    return fits and not any(why_not_applied(module, weight.dtype, ""))
+    dtype = _dense_dtype(base)
+    if dtype is None or dtype.itemsize > 4:
+        return False
+    return not any((*why_not_applied(module, dtype, ""), *why_not_dense(base, dtype, "")))
+
+
+def _dense_dtype(base: nn.Module) -> torch.dtype | None:
+    """Returns the dtype of a linear layer's weight, made dense; None for a layer of another
+    class."""
+    if type(base) is nn.Linear:
+        return base.weight.dtype
+    known = f"{type(base).__module__}.{type(base).__qualname__}" in QUANTISED
+    state = packed_state(base.weight) if known else None
+    return None if state is None else state.dtype
 
 
 def _adapted(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     base, adapter = module.base_layer, applied({"": module}).get("")
     plain = adapter is not None and not adapter.dropout and not adapter.more
-    casts = torch.is_autocast_enabled(x.device.type) or x.dtype != base.weight.dtype
+    casts = torch.is_autocast_enabled(x.device.type) or x.dtype != _dense_dtype(base)
     if args or kwargs or casts or adapter is None or not plain:
         theirs: Tensor = type(module).forward(module, x, *args, **kwargs)
         return theirs

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from exactness import DEVICE, assert_exact
 from longctx.layer.adapted import adapted_linear
+from longctx.layer.linear import dense
+from longctx.model.adapters import keep_layout_
 from longctx.model.mixer_kernels import our_adapters
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -54,6 +56,42 @@ def test_as_exact_as_pefts(dtype, bias) -> None:
     exact = run(truth, x.double(), dy.double())
     for name, own, naive, true in zip(("y", "dx", "da", "db"), ours, theirs, exact, strict=True):
         assert_exact(name, own, naive, true, dtype)
+
+
+def test_a_weight_in_4_bits() -> None:
+    """Beside PEFT's layer, whose base is bitsandbytes'; on a CPU too."""
+    bnb = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    small = Small(bias=False)
+    quantised = bnb.nn.Linear4bit(
+        48, 80, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
+    )
+    small.inner = quantised
+    quantised.weight = bnb.nn.Params4bit(
+        torch.randn(80, 48).bfloat16(), requires_grad=False, quant_type="nf4"
+    )
+    small = keep_layout(small.to(DEVICE))
+    config = peft.LoraConfig(r=4, target_modules=["inner"], init_lora_weights=False)
+    layer = peft.get_peft_model(small, config).base_model.model.inner.to(DEVICE)
+    x, dy = torch.randn(70, 48, device=DEVICE), torch.randn(70, 80, device=DEVICE)
+    theirs = run(layer, x.bfloat16(), dy.bfloat16())
+    with our_adapters(nn.ModuleList([layer])):
+        assert "forward" in vars(layer)
+        ours = run(layer, x.bfloat16(), dy.bfloat16())
+    plain = adapted(torch.float64)
+    plain.base_layer.weight.data = dense(quantised.weight).double()
+    for name in ("lora_A", "lora_B"):
+        factor = getattr(layer, name)["default"].weight.detach()
+        getattr(plain, name)["default"].weight.data = factor.double()
+    plain.scaling["default"] = layer.scaling["default"]
+    exact = run(plain, x.bfloat16().double(), dy.bfloat16().double())
+    for name, own, naive, true in zip(("y", "dx", "da", "db"), ours, theirs, exact, strict=True):
+        assert_exact(name, own, naive, true, torch.bfloat16)
+
+
+def keep_layout(model: nn.Module) -> nn.Module:
+    keep_layout_(model)
+    return model
 
 
 def test_layers_that_stay_pefts() -> None:
