@@ -240,14 +240,15 @@ def _experts(inputs: Inputs) -> Iterator[Case]:
 
 
 def _hybrids(inputs: Inputs) -> Iterator[Case]:
-    """Mixers in segments: tiny, and one of published size with adapters."""
+    """Mixers in segments: tiny, and of published sizes with adapters."""
     tiny = ("--preset", "tiny-hybrid", "--seq_len", "40000", "--max_steps", "3")
     for name, words in {"hybrid": (), "hybrid_lora": LORA}.items():
         command = (*TRAIN, *tiny, *words, *inputs.at(name))
         yield Case(name=name, commands=(command,), prints=(SCHEDULE,))
-    words = tuple("--preset qwen3.5-9b --seq_len 16384 --max_steps 2 --lora_r 16".split())
-    command = (*TRAIN, *words, *NO_SAVES, *BUDGET, *inputs.at("qwen3.5-9b"))
-    yield Case(name="qwen3.5-9b", commands=(command,), prints=(SCHEDULE,))
+    for preset in ("qwen3.5-9b", "lfm2-1.2b"):
+        words = ("--preset", preset, *"--seq_len 16384 --max_steps 2 --lora_r 16".split())
+        command = (*TRAIN, *words, *NO_SAVES, *BUDGET, *inputs.at(preset))
+        yield Case(name=preset, commands=(command,), prints=(SCHEDULE,))
 
 
 def _any_model(inputs: Inputs) -> Iterator[Case]:

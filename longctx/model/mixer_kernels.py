@@ -34,15 +34,37 @@ from longctx.model.adapters import (
 class OurConvolution(TorchFunctionMode):
     """A context in which torch's convolution of channels with a filter each, padded so that it is
     causal, is ours. The result has the row's tokens alone; the K - 1 behind them, which torch's has
-    too, a causal model cuts off."""
+    too, a causal model cuts off. With `begins` the first K - 1 tokens that it reads are a state,
+    and those of the result, which a model cuts off, too, are left out.
+
+    Such a cut then takes all of a tensor. It is left out as well: in backward torch would write its
+    gradient to a tensor with channels as rows, and all that follows would be transposed."""
+
+    def __init__(self, *, begins: bool) -> None:
+        super().__init__()
+        self._begins = begins
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.conv1d and (y := _convolved(*args, **kwargs)) is not None:
-            return y
+            weight = kwargs["weight"] if "weight" in kwargs else args[1]
+            return y[:, weight.shape[-1] - 1 :].mT if self._begins else y.mT
+        if func is torch.Tensor.__getitem__ and _takes_all(*args):
+            return args[0]
         return func(*args, **kwargs)
+
+
+def _takes_all(x: Tensor, index: Any) -> bool:
+    """Whether slices of a tensor take all of it."""
+    if not isinstance(index, tuple) or not all(type(part) is slice for part in index):
+        return False
+    sizes = x.shape[: len(index)]
+    return all(
+        part.step is None and part.indices(size)[:2] == (0, size)
+        for part, size in zip(index, sizes, strict=False)
+    )
 
 
 def _convolved(
@@ -53,8 +75,9 @@ def _convolved(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> Tensor | None:  # (B, C, T)
-    """Returns what ours gives for the arguments of torch.conv1d; None if it is not for ours."""
+) -> Tensor | None:  # (B, T, C)
+    """Returns what ours gives for the arguments of torch.conv1d, with tokens as rows; None if it is
+    not for ours."""
     channels, of_group, taps = weight.shape
     how = [x[0] if isinstance(x, (tuple, list)) else x for x in (stride, padding, dilation)]
     by_channel = of_group == 1 and groups == channels == input.shape[1]
@@ -63,7 +86,7 @@ def _convolved(
         return None
     rows = input.mT
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    return causal_conv(rows, weight[:, 0], bias).mT
+    return causal_conv(rows, weight[:, 0], bias)
 
 
 @contextmanager

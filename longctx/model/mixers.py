@@ -50,7 +50,7 @@ class ModelsMixer:
         carried = Carried(begin)
         how = {"hidden_states": n, self.cache: carried}
         norm = self.module.get_submodule(self.norm) if self.norm else None
-        with OurConvolution(), our_gated_norm(norm), our_adapters(self.module):
+        with OurConvolution(begins=bool(begin)), our_gated_norm(norm), our_adapters(self.module):
             z: Tensor = functional_call(self.module, dict(parameters), (), how)
         return z, carried.end
 
@@ -75,12 +75,14 @@ class Carried:
         self, x: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int, **_: Any
     ) -> Tensor:  # (rows, C, t) -> (rows, C, K - 1 + t), or (rows, C, t) at the beginning
         """Returns what the convolution is to read, and takes its last K - 1 inputs."""
-        reach = conv_kernel_size - 1
-        if self._begin:  # channels stay side by side in memory
-            x = torch.cat([self._begin[0].to(x.dtype).mT, x.mT], dim=1).mT
-        last = x[..., max(0, x.shape[-1] - reach) :]
+        reach, rows = conv_kernel_size - 1, x.mT
+        if self._begin:
+            rows = torch.cat([self._begin[0].to(x.dtype).mT, rows], dim=1)
+            x = rows.mT
+        last = rows[:, max(0, rows.shape[1] - reach) :]
         # A copy: a view would hold all of a segment's inputs until the row is over.
-        self._convolved.append(nn.functional.pad(last, (reach - last.shape[-1], 0)).clone())
+        last = nn.functional.pad(last, (0, 0, reach - last.shape[1], 0)).clone()
+        self._convolved.append(last.mT)
         return x
 
     def update_recurrent_state(self, state: Tensor, layer_idx: int, **_: Any) -> Tensor:
