@@ -16,7 +16,7 @@ From do, dh' and the whole gradient of v, dv, which reaches w alone here:
 
 flash-linear-attention has this kernel, but Triton from 3.4 up to 3.7.1 compiles the transposed ds,
 a matrix in the layout of a Hopper GPU's results, to wrong numbers (its issue 640), and the package
-refuses to run there. Here ds^T is computed as v do^T: 64 x 64 x V more FLOPs in each chunk, a ninth
+refuses to run there. Here ds^T is computed as v do^T: 64 x 64 x V more FLOPs in each chunk, a tenth
 of all where K = V = 128, and no transposed result.
 
 All arithmetic is in fp32, ds is rounded before the next matmul, and each result once. Bytes a token

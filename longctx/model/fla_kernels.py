@@ -10,6 +10,7 @@ configurations            so that it does not search them at the first step
 from __future__ import annotations
 
 import math
+import sys
 from functools import cache
 from typing import Any
 
@@ -51,6 +52,13 @@ def prepare_fla(config: Any) -> None:
         _configure()
 
 
+def prepare_imported_fla(model: Any) -> None:
+    """The same for a model in Hugging Face's layers, if transformers has imported the package,
+    which it does for classes that use it."""
+    if MODULE in sys.modules:
+        prepare_fla(model.config.get_text_config())
+
+
 @cache
 def _register() -> None:
     from fla.backends import BaseBackend, register
@@ -66,11 +74,11 @@ def _register() -> None:
         ) -> tuple[bool, str | None]:
             absent = ("g_gamma", "cu_seqlens")
             if others.get("g") is None or any(others.get(name) is not None for name in absent):
-                return False, "it has a decay of each token and rows of one document"
+                return False, "ours takes a decay for each token, and one document a row"
             if others.get("w") is None or others.get("state_v_first"):
-                return False, "it is that of the delta rule, with states (K, V)"
+                return False, "ours is that of the delta rule, with states (K, V)"
             if max(h.shape[-2:]) > MOST or h.dtype != q.dtype or q.element_size() != 2:
-                return False, f"it has 16 bits, and heads of at most {MOST}"
+                return False, f"ours takes 16 bits, and heads of at most {MOST}"
             return True, None
 
         def chunk_bwd_dqkwg(

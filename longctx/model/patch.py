@@ -37,7 +37,7 @@ from longctx.model.any_model.patch import patch_any, unpatch_any
 from longctx.model.any_model.runtime import any_part
 from longctx.model.beside import calling_trainer, models_beside
 from longctx.model.families import base_of, head_of, mixes, not_known, score_cap
-from longctx.model.fla_kernels import prepare_fla
+from longctx.model.fla_kernels import prepare_fla, prepare_imported_fla
 from longctx.model.forwards.attach import attach, attach_around, detach
 from longctx.model.forwards.said import foretell
 from longctx.model.parts import attach_parts, check_family, detach_loss
@@ -274,6 +274,8 @@ def unpatch(model: Model) -> Model:
 
 def patch_as(model: PreTrainedModel, args: PatchOptions, device: torch.device) -> str:
     """Patches `model` in place as `args.class_type` says, and says in a few words what was."""
+    if args.class_type in ("vanilla", "liger"):
+        prepare_imported_fla(model)
     if args.class_type == "vanilla":
         return f"nothing patched; {model.config._attn_implementation} attention"
     if args.class_type == "liger":

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from longctx.errors import UserError
 from longctx.kernels.delta_rule import chunk_gradients
 from longctx.model import fla_kernels
+from longctx.model.patch import patch_as
+from longctx.options.model import PatchOptions
 
 
 class Mode(Enum):
@@ -76,6 +79,21 @@ def test_where_ours_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for machine in elsewhere:
         assert not prepare(monkeypatch, **machine).found, machine
+
+
+def test_hugging_faces_layers_get_the_kernel_where_the_package_is_imported(monkeypatch) -> None:
+    prepared: list[Any] = []
+    monkeypatch.setattr(fla_kernels, "prepare_fla", prepared.append)
+    config = LlamaConfig(vocab_size=64, hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
+    for class_type in ("vanilla", "any"):
+        for imported in (False, True):
+            monkeypatch.delitem(sys.modules, "fla", raising=False)
+            if imported:
+                monkeypatch.setitem(sys.modules, "fla", SimpleNamespace())
+            model = LlamaForCausalLM(config)
+            patch_as(model, PatchOptions(class_type=class_type), model.device)
+            assert prepared == [config] * imported
+            prepared.clear()
 
 
 def test_configurations_are_given_once_and_not_to_whom_has_them(monkeypatch) -> None:

@@ -17,6 +17,7 @@ from longctx.model.any_model.loss import AnyForward, any_forward
 from longctx.model.any_model.probe import find_loss, why_no_head, why_not_our_attention
 from longctx.model.any_model.runtime import NAME, AnyRuntime, LossFactors, any_runtime_of
 from longctx.model.any_model.seam import attach_seam, detach_seam
+from longctx.model.fla_kernels import prepare_imported_fla
 from longctx.model.positions import keep_documents_apart
 from longctx.model.runtime import runtime_of
 from longctx.options.model import Backend, PatchOptions
@@ -30,6 +31,7 @@ def patch_any(model: PreTrainedModel, args: PatchOptions, device: torch.device) 
     encoder-decoder, a model without layers that could be checkpointed, one that is patched already,
     and attention that was asked for by name and that the model cannot have."""
     _refuse(model)
+    prepare_imported_fla(model)
     kind, config = type(model), model.config
     name, why = any_attention(config, kind, args.attn_backend, device)
     loss, why_own = _loss_of(model, device)
