@@ -282,7 +282,7 @@ def test_what_the_page_of_the_plan_prints_is_todays(monkeypatch, capsys) -> None
     text = (ROOT / "docs/plan.md").read_text()
     block = r"^```\nlongctx plan ([^`]*)\n```\n(?:(?!^```).)*?^```\n(\S+, custom, .*?)^```"
     shown = re.findall(block, text, flags=re.M | re.S)
-    assert len(shown) == 3
+    assert len(shown) == 2
     for flags, output in shown:
         with suppress(SystemExit):
             plan_command.main(shlex.split(flags.replace("\\\n", "")))
