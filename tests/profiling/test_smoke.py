@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
+from threading import Lock
+from time import sleep
 
 import pytest
 
@@ -86,3 +89,26 @@ def test_a_case_ends_with_its_first_command_that_fails(smoke, tmp_path: Path, mo
     waits = python("import time; time.sleep(60)")
     row = smoke.run(smoke.Case(name="b", commands=(waits,)), [0], tmp_path)
     assert row["problem"].startswith("error: it took more than")
+
+
+def test_no_gpu_has_more_cases_than_places(smoke, tmp_path: Path, monkeypatch) -> None:
+    used, most, lock = Counter(), Counter(), Lock()
+
+    def run(case, gpus, logs, end):
+        with lock:
+            used.update(dict.fromkeys(gpus, case.places))
+            most.update({gpu: max(0, used[gpu] - most[gpu]) for gpu in gpus})
+        sleep(0.01)
+        with lock:
+            used.subtract(dict.fromkeys(gpus, case.places))
+        return {"case": case.name}
+
+    monkeypatch.setattr(smoke, "run", run)
+    sizes = [(1, 1), (1, 2), (2, 1), (1, 2), (1, 1), (2, 2)] * 4
+    given = [
+        smoke.Case(name=str(i), commands=(), gpus=gpus, places=places)
+        for i, (gpus, places) in enumerate(sizes)
+    ]
+    started = smoke.Lanes(2, 3, tmp_path, 0.0).start(given)
+    assert sorted(int(future.result(60)["case"]) for future in started) == [*range(len(given))]
+    assert most == {0: 3, 1: 3} and not +used
