@@ -100,6 +100,7 @@ EXACT = dict(engine="plain", offload="auto", backend="fa4")
 LORA, NF4 = dict(lora=16), dict(lora=16, quantize="nf4")
 MIXTURE = dict(**EXACT, lora=16, preset="qwen3-30b-a3b", layers=48)
 PEER = dict(engine="plain", **LIGER)
+HYBRID = dict(lora=16, preset="qwen3.5-9b", layers=32)
 FSDP2 = dict(engine="fsdp2", backend="fa4", offload="auto")
 X4 = dict(**FSDP2, gpus=4, sequence_parallel=4)
 PUBLISHED: dict[str, list[Case]] = {
@@ -155,6 +156,14 @@ PUBLISHED: dict[str, list[Case]] = {
         dict(**MIXTURE, tokens=131072, gpu_gib=40, host_memory_gib=150),
         dict(**MIXTURE, quantize="nf4", tokens=131072, gpu_gib=20, host_memory_gib=110),
         dict(**EXACT, lora=16, preset="gpt-oss-20b", layers=24, tokens=131072),
+    ],
+    "hybrids": [  # peers' mixers run flash-linear-attention, too
+        *(dict(**EXACT, **HYBRID, tokens=tokens, gpu_gib=24) for tokens in (65536, 131072)),
+        dict(**EXACT, **HYBRID, quantize="nf4", tokens=131072, gpu_gib=24),
+        dict(**EXACT, **HYBRID, tokens=262144),
+        *({**PEER, **HYBRID, "tokens": n, "checkpointing": "layers"} for n in (65536, 131072)),
+        {**PEER, **HYBRID, "tokens": 131072, "checkpointing": "layers", "offload": "all"},
+        dict(**EXACT, lora=16, preset="qwen3.5-35b-a3b", layers=40, tokens=131072),
     ],
     "dpo": [  # beside one row of as many tokens
         dict(**EXACT, tokens=132096),
