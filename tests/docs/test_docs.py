@@ -320,7 +320,7 @@ def foreign(table: str, files: list[str]) -> list[str]:
 
 TABLES = [
     ("README.md", "What was measured", "h100_states_step h200_states_step h200_lora_peers "
-     "h200_shared_step h200_families_step h200_dpo_step"),
+     "h200_shared_step h200_families_step h200_dpo_step h100_hybrid_step"),
     ("docs/states.md", "Measured", "h100_states_step h200_states_step"),
     ("docs/engines.md", "One row over several GPUs", "h200_shared_step h200_states_step"),
     ("docs/results.md", "Packed rows", "h200_trl"),
