@@ -111,4 +111,4 @@ def test_no_gpu_has_more_cases_than_places(smoke, tmp_path: Path, monkeypatch) -
     ]
     started = smoke.Lanes(2, 3, tmp_path, 0.0).start(given)
     assert sorted(int(future.result(60)["case"]) for future in started) == [*range(len(given))]
-    assert most == {0: 3, 1: 3} and not +used
+    assert {*most} == {0, 1} and all(2 <= n <= 3 for n in most.values()) and not +used
