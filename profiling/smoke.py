@@ -14,8 +14,8 @@ published size, fewer where one is large, and six with a tiny one run at a time 
 takes 80 GB.
 
 A line tells what became of each case; the exit status is 1 if one failed. Rows of the results:
-case, gpus, outcome, s, and where a case failed, the line that says why. What commands print stays
-in --logs.
+case, gpus, on (which ones), outcome, s, and where a case failed, the line that says why. What
+commands print stays in --logs.
 """
 
 from __future__ import annotations
@@ -669,7 +669,7 @@ def run(case: Case, gpus: Sequence[int], logs: Path, end: float = math.inf) -> d
             break
     (logs / f"{case.name}.log").write_text(said)
     problem = problem_of(case, status, said)
-    row: dict[str, Any] = {"case": case.name, "gpus": case.gpus}
+    row: dict[str, Any] = {"case": case.name, "gpus": case.gpus, "on": list(gpus)}
     row["outcome"] = "failed" if problem else "passed"
     row["s"] = round(time.monotonic() - begin, 1)
     return row | ({"problem": problem} if problem else {})
