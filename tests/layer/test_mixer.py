@@ -322,7 +322,8 @@ class Kernel(torch.autograd.Function):
 def saved_of(
     module: Any, cache: str, norm: str, tokens: int, begin: tuple[Tensor, ...] = ()
 ) -> float:
-    """What autograd saves of a mixer in bf16, in elements of its columns for each token."""
+    """Returns the elements that autograd saves of a token in a mixer in bf16, for each column of
+    the mixer's linear layers."""
     parameters = dict(module.to(torch.bfloat16).train().named_parameters())
     saved: dict[int, int] = {}
 
@@ -340,10 +341,10 @@ def saved_of(
     return held / (2 * tokens * sum(len(p) for p in parameters.values() if p.dim() == 2))
 
 
-@pytest.mark.parametrize("graph", [WITH_KERNELS["fla"], IN_TORCH["fla"]])
-def test_what_a_graph_holds(monkeypatch, graph) -> None:
+@pytest.mark.parametrize(("graph", "least"), [(WITH_KERNELS["fla"], 2.76), (IN_TORCH["fla"], 9.75)])
+def test_what_a_graph_holds(monkeypatch, graph, least) -> None:
     """An eighth of the heads of Qwen3.5-9B, in bf16, with our kernels. The plan takes the most of
-    all versions."""
+    all versions of transformers, of which 5.23 saves least."""
     monkeypatch.setattr(launch, "INTERPRETED", True)
     home = import_module("transformers.models.qwen3_5.modeling_qwen3_5")
 
@@ -358,7 +359,8 @@ def test_what_a_graph_holds(monkeypatch, graph) -> None:
     )
     module = home.Qwen3_5GatedDeltaNet(config, layer_idx=0)
     state = torch.zeros(1, 1024, 3, dtype=torch.bfloat16), torch.zeros(1, 4, 128, 128)
-    assert 0.83 * graph <= saved_of(module, "cache_params", "norm", 512, state) <= 1.01 * graph
+    found = saved_of(module, "cache_params", "norm", 512, state)
+    assert 0.99 * least <= found <= 1.01 * graph
 
 
 @pytest.mark.parametrize(
