@@ -108,8 +108,8 @@ def _qwen(folder: Path, tokenizer: Any, ids: Any, heads: Any, side: int) -> dict
 
 
 def _qwen_with_mixers(*given: Any) -> dict[str, Any]:
-    """As Qwen3-VL's, without features for the first layers: three of four layers have mixers, the
-    others RoPE of a quarter of each head."""
+    """Returns settings of Qwen3.5: Qwen3-VL's without features for the first layers, with mixers in
+    three of four layers, and with RoPE of a quarter of each head in the others."""
     found = _qwen(*given)
     del found["vision_config"]["deepstack_visual_indexes"]
     text = found["text_config"]

@@ -12,6 +12,8 @@ compiled, and the tests marked `gpu` go past 2^31 elements. For memory errors, o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,15 @@ def assert_exact(
     error, naive_error = relative_error(ours, truth), relative_error(naive, truth)
     limit = FACTOR * naive_error + FLOOR[dtype or naive.dtype]
     assert error <= limit, f"{name}: error {error:.3g} > {limit:.3g} (naive {naive_error:.3g})"
+
+
+def with_gradients(
+    op: Callable[..., Tensor], tensors: Sequence[Tensor], dy: Tensor
+) -> list[Tensor]:
+    """The result of an op, and the gradients of all of its tensors for the result's gradient dy."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    y = op(*leaves)
+    return [y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
 
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -96,10 +96,10 @@ GROUPED = 0.8
 8192 and 32768 tokens, without weight gradients' sums, which are counted as bytes
 (h100_grouped.json)."""
 MIXERS = 19.7, 47.1
-"""What a mixer reads and writes besides its matmuls, forward and backward, in elements for each of
-its columns and tokens: as many as a GPU moves in the seconds that are left. Those of Qwen3.5-9B's
-Gated DeltaNet with adapters, forward twice and backward (h100_hybrid_phases.json); how they divide
-is by a count of tensors, 27 and 55 of 4096 elements, and of seconds of its kernels."""
+"""The elements that an H100 could move, for each token and column of a mixer's linear layers, in
+the seconds that the mixer takes besides its matmuls: forward, and backward. Fitted to Qwen3.5-9B's
+Gated DeltaNet with adapters, forward twice and backward once (h100_hybrid_phases.json); how the sum
+divides is chosen by a count of its tensors."""
 TOWERS = 0.34
 """The share of matmuls' rate that a tower reaches in Hugging Face's code, whose norms, activations
 and RoPE in fp32 read and write more than its matmuls compute: Qwen3-VL-8B's, frozen and trained,

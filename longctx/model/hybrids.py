@@ -191,26 +191,22 @@ def _of_granite(config: Any, layer: int) -> dict[str, Any]:
     return _GRANITE_DENSE_MIXED if _is_mixed(config, layer) else _GRANITE_DENSE
 
 
+_QWEN3_NEXT: dict[str, Any] = dict(norm=ONE_PLUS, norms=NORMS | OF_Q_AND_K, output_gate=True)
+_QWEN3_5 = _QWEN3_NEXT | dict(base="TextModel", rotary="TextRotaryEmbedding", position_rows=4)
+
 HYBRIDS: tuple[Family, ...] = (
     Family(
         kind="qwen3_5_text",
         module="qwen3_5",
         prefix="Qwen3_5",
-        base="TextModel",
-        rotary="TextRotaryEmbedding",
-        norm=ONE_PLUS,
-        norms=NORMS | OF_Q_AND_K,
-        output_gate=True,
-        position_rows=4,
+        **_QWEN3_5,
         by_layer=lambda config, i: _DELTA_NET if _is_mixed(config, i) else {},
     ),
     Family(
         kind="qwen3_next",
         prefix="Qwen3Next",
         **WITH_SHARED_EXPERT,
-        norm=ONE_PLUS,
-        norms=NORMS | OF_Q_AND_K,
-        output_gate=True,
+        **_QWEN3_NEXT,
         router=normed_if_asked,
         by_layer=_of_qwen3_next,
     ),
@@ -218,13 +214,8 @@ HYBRIDS: tuple[Family, ...] = (
         kind="qwen3_5_moe_text",
         module="qwen3_5_moe",
         prefix="Qwen3_5Moe",
-        base="TextModel",
-        rotary="TextRotaryEmbedding",
         **WITH_SHARED_EXPERT,
-        norm=ONE_PLUS,
-        norms=NORMS | OF_Q_AND_K,
-        output_gate=True,
-        position_rows=4,
+        **_QWEN3_5,
         router=softmax_router,
         by_layer=lambda config, i: _DELTA_NET_AND_EXPERTS if _is_mixed(config, i) else {},
     ),

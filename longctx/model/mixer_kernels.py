@@ -48,9 +48,8 @@ class OurConvolution(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.conv1d and (y := _convolved(*args, **kwargs)) is not None:
-            weight = kwargs["weight"] if "weight" in kwargs else args[1]
-            return y[:, weight.shape[-1] - 1 :].mT if self._begins else y.mT
+        if func is torch.conv1d and (y := _convolved(self._begins, *args, **kwargs)) is not None:
+            return y
         if func is torch.Tensor.__getitem__ and _takes_all(*args):
             return args[0]
         return func(*args, **kwargs)
@@ -68,6 +67,7 @@ def _takes_all(x: Tensor, index: Any) -> bool:
 
 
 def _convolved(
+    begins: bool,
     input: Tensor,  # (B, C, T)
     weight: Tensor,  # (C, 1, K)
     bias: Tensor | None = None,
@@ -75,9 +75,8 @@ def _convolved(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> Tensor | None:  # (B, T, C)
-    """Returns what ours gives for the arguments of torch.conv1d, with tokens as rows; None if it is
-    not for ours."""
+) -> Tensor | None:  # (B, C, T), or (B, C, T - K + 1) if it begins with a state
+    """Returns what ours gives for the arguments of torch.conv1d; None if it is not for ours."""
     channels, of_group, taps = weight.shape
     how = [x[0] if isinstance(x, (tuple, list)) else x for x in (stride, padding, dilation)]
     by_channel = of_group == 1 and groups == channels == input.shape[1]
@@ -86,7 +85,8 @@ def _convolved(
         return None
     rows = input.mT
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    return causal_conv(rows, weight[:, 0], bias)
+    y = causal_conv(rows, weight[:, 0], bias)
+    return (y[:, taps - 1 :] if begins else y).mT
 
 
 @contextmanager

@@ -138,15 +138,17 @@ _KERNELS = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}
 
 
 WITH_KERNELS = {"fla": 3.3, "mamba_ssm": 4.8}
-"""What autograd saves of a mixer with kernels, in elements of the columns of its linear layers
-(`Mixed.columns`), by their package: of a Gated DeltaNet with the dimensions of Qwen3.5-9B, counted
-on a CPU with a function in the place of flash-linear-attention's that saves its inputs and a matrix
-of each chunk (tests/layer/test_mixer.py). It is 2.8 in transformers 5.23; 5.17 repeats keys for the
-heads of values that share them. That of Mamba 2 is taken, and not counted."""
+"""Maps packages of kernels to what autograd saves of a token in a mixer that runs them, in elements
+for each column of the mixer's linear layers (`Mixed.columns`). That of a Gated DeltaNet with the
+dimensions of Qwen3.5-9B was counted on a CPU, with a function in the place of the package's that
+saves its inputs and a matrix of each chunk (tests/layer/test_mixer.py): 2.8 in transformers 5.23,
+and 3.3 in 5.17, which repeats keys for the heads of values that share them. That of Mamba 2 is
+taken, and not counted."""
 IN_TORCH = {"fla": 9.8, "mamba_ssm": 27.4, "": 1.75}
-"""The same with transformers' code in torch, by the package that would have kernels: of Qwen3.5-9B;
-of Granite 4.0 Tiny, where transformers 5.17 saves 23.6; and of LFM2's convolutions, which have no
-recurrence."""
+"""Maps packages to what autograd saves of a token in a mixer that runs transformers' code in torch
+for want of them, in elements for each column of the mixer's linear layers. Counted for Qwen3.5-9B;
+for Granite 4.0 Tiny, where transformers 5.17 saves 23.6; and for LFM2's convolutions, which have no
+recurrence and want no package."""
 
 
 def graph_of(family: Family) -> float:

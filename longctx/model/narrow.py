@@ -16,13 +16,15 @@ from math import gcd
 from typing import Any
 
 FEATURES = 256
-"""Of an MLP or an expert: a multiple of what kernels of grouped matmuls ask for."""
+"""The features that are left of an MLP or an expert. Kernels of grouped matmuls ask for multiples
+of less."""
 VOCABULARY = 4096
 _FEATURES = ("intermediate", "ffn_dim", "ffn_hidden", "n_inner", "inner_dim")
 """Parts of the names under which a configuration says how many features an MLP has."""
 _HEADS = ("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads")
 _SIZES_OF_HEADS = ("head_dim", "qk_nope_head_dim")
-"""Where heads are as large as one of these says, their number is free."""
+"""Names under which a configuration says how large a head is. With one of them the number of heads
+may be changed and leaves their size as it is."""
 
 
 def narrowed(config: Any) -> Any:

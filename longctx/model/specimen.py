@@ -26,7 +26,8 @@ from longctx.errors import UserError
 from longctx.model.classes import on_meta, taken_by
 
 POOL_NUMBERS = 1 << 24
-"""Of a weight that has more, rows overlap, and a matmul makes a copy of it: 5 times as slow."""
+"""The most numbers of the noise that weights are views of. Rows of a weight that has more overlap,
+so that each matmul copies it first."""
 LARGE = 1 << 16
 """Numbers in a weight that is a view of noise."""
 ALIGNED = 64

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exactness import DEVICE, DTYPES, assert_exact
+from exactness import DEVICE, DTYPES, assert_exact, with_gradients
 from longctx.kernels.causal_conv import causal_conv, causal_conv_reference
 
 SHAPES = [
@@ -36,17 +36,10 @@ def test_as_in_fp64(shape, dtype, plain, request) -> None:
     x, dy = wide.split(C, dim=-1)  # tokens at a stride
     weight, bias = torch.randn(C, taps, device=DEVICE), torch.randn(C, device=DEVICE)
     given = [x, weight.to(dtype), bias.to(dtype)]
-
-    def run(conv, *tensors: Tensor) -> list[Tensor]:
-        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-        y = conv(*leaves)
-        return [y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
-
-    truth = run(summed, *(tensor.double() for tensor in given))
-    naive = run(causal_conv_reference, *given)
-    for name, own, near, true in zip(
-        ("y", "dx", "dw", "db"), run(causal_conv, *given), naive, truth, strict=True
-    ):
+    truth = with_gradients(summed, [tensor.double() for tensor in given], dy)
+    naive = with_gradients(causal_conv_reference, given, dy)
+    ours = with_gradients(causal_conv, given, dy)
+    for name, own, near, true in zip(("y", "dx", "dw", "db"), ours, naive, truth, strict=True):
         assert_exact(name, own, near, true)
 
 

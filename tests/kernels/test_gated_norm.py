@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from torch import Tensor
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridRMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
-from exactness import DEVICE, DTYPES, assert_exact
+from exactness import DEVICE, DTYPES, assert_exact, with_gradients
 from longctx.kernels.gated_norm import gated_norm, gated_norm_reference
 
 SHAPES = [(1, 8), (2, 33, 128), (70, 96), (3, 1000)]
@@ -24,17 +25,11 @@ def test_as_in_fp64(shape, dtype, plain, request) -> None:
     torch.manual_seed(shape[-1])
     x, gate, dy = torch.randn(3, *shape, device=DEVICE).to(dtype)
     given = (x, 3 * gate, torch.randn(shape[-1], device=DEVICE).to(dtype))
-
-    def run(norm, *tensors: Tensor) -> list[Tensor]:
-        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-        y = norm(*leaves, EPS)
-        return [y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
-
-    truth = run(gated_norm_reference, *(tensor.double() for tensor in given))
-    naive = run(gated_norm_reference, *given)
-    for name, own, near, true in zip(
-        ("y", "dx", "d_gate", "dw"), run(gated_norm, *given), naive, truth, strict=True
-    ):
+    plainly = partial(gated_norm_reference, eps=EPS)
+    truth = with_gradients(plainly, [tensor.double() for tensor in given], dy)
+    naive = with_gradients(plainly, given, dy)
+    ours = with_gradients(partial(gated_norm, eps=EPS), given, dy)
+    for name, own, near, true in zip(("y", "dx", "d_gate", "dw"), ours, naive, truth, strict=True):
         assert_exact(name, own, near, true)
 
 

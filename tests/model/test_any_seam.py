@@ -154,7 +154,7 @@ def test_auxiliary_losses_are_added() -> None:
 
 
 class OfAStranger(LlamaForCausalLM):
-    """As code from the hub is: named arguments alone."""
+    """A model as the hub's code defines some: its forward takes a few named arguments alone."""
 
     past_checkpoints = False
 

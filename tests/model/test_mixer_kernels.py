@@ -17,7 +17,7 @@ CHANNELS, TAPS = 6, 4
 
 
 def convolved(x: Tensor, weight: Tensor, tokens: int, **how: Any) -> Tensor:
-    """As a mixer calls it, with the cuts of transformers."""
+    """Calls torch's convolution as transformers' mixers do, and cuts its result as they do."""
     how = dict(padding=TAPS - 1, groups=CHANNELS) | how
     y = torch.nn.functional.conv1d(x, weight, **how)[:, :, : x.shape[-1]]
     return torch.nn.functional.silu(y)[:, :, -tokens:]
