@@ -35,7 +35,8 @@ class Clock:
         self.steps: list[dict[str, Any]] = []
         """When each phase of each step began."""
         self.found: dict[str, float] = {}
-        self.profiler = profile(activities=[ProfilerActivity.CUDA]) if self.on_gpu else None
+        watches = self.on_gpu and self.idle_steps > 0
+        self.profiler = profile(activities=[ProfilerActivity.CUDA]) if watches else None
 
     @property
     def total(self) -> int:
@@ -61,8 +62,9 @@ class Clock:
         elif begun == self.warm_up + self.timed:
             self.found["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
             self.found["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
-            torch.cuda.synchronize()
-            self.profiler.start()
+            if self.profiler is not None:
+                torch.cuda.synchronize()
+                self.profiler.start()
 
     @property
     def timed_steps(self) -> range:
@@ -80,11 +82,12 @@ class Clock:
         in each of them has no column."""
         if self.on_gpu:
             torch.cuda.synchronize()
+        if self.profiler is not None:
             self.profiler.stop()
         pairs = [(self.steps[i], self.steps[i + 1]) for i in self.timed_steps]
         whole = [self._seconds(one["forward"], after["forward"]) for one, after in pairs]
         seconds = {"step_s": statistics.median(whole), "slowest_s": max(whole)}
-        if self.on_gpu:
+        if self.profiler is not None:
             self.found |= idle_column(self.profiler, self.idle_steps, seconds["step_s"])
         names = list(PHASES)
         for phase, end in zip(names, [*names[1:], None], strict=True):

@@ -60,8 +60,10 @@ def test_a_step_lasts_until_the_next_and_its_phases_fill_it(monkeypatch) -> None
     assert found["step_s"] == 10 and not {"fwd_s", "bwd_s"} & found.keys()
 
 
-def test_on_a_gpu_events_are_read_when_all_is_over(monkeypatch) -> None:
-    """Its peaks are those of the timed steps, and the profiler sees only the steps after them."""
+@pytest.mark.parametrize("idle_steps", [None, 0])
+def test_on_a_gpu_events_are_read_when_all_is_over(monkeypatch, idle_steps) -> None:
+    """Its peaks are those of the timed steps, and the profiler sees only the steps after them, if
+    there are any."""
     happened: list[str] = []
 
     class Event:
@@ -99,14 +101,15 @@ def test_on_a_gpu_events_are_read_when_all_is_over(monkeypatch) -> None:
         "max_memory_reserved": note("reserved", 2**31),
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    clock = step_clock.Clock(warm_up=1, timed=2)
-    for _ in range(clock.total):
+    clock = step_clock.Clock(warm_up=1, timed=2, idle_steps=idle_steps)
+    for _ in range(max(clock.total, 4)):  # the last of three steps ends with a mark
         clock.mark("forward")
     found = clock.columns()
-    assert " ".join(happened) == "mark mark reset mark mark peak reserved wait start wait stop"
+    profiled = "wait start wait stop" if idle_steps is None else "wait"
+    assert " ".join(happened) == f"mark mark reset mark mark peak reserved {profiled}"
     assert found["step_s"] == pytest.approx(0.15) and found["slowest_s"] == pytest.approx(0.2)
     assert (found["peak_gib"], found["reserved_gib"]) == (1, 2)
-    assert found["idle"] == pytest.approx(0.5)
+    assert found.get("idle") == (pytest.approx(0.5) if idle_steps is None else None)
 
 
 @pytest.mark.parametrize(
