@@ -95,7 +95,7 @@ GROUPED = 0.8
 """The share of matmuls' rate that grouped matmuls of experts reach: those of Qwen3-30B-A3B over
 8192 and 32768 tokens, without weight gradients' sums, which are counted as bytes
 (h100_grouped.json)."""
-MIXERS = 19.7, 47.1
+MIXERS = 15.4, 36.7
 """The elements that an H100 could move, for each token and column of a mixer's linear layers, in
 the seconds that the mixer takes besides its matmuls: forward, and backward. Fitted to Qwen3.5-9B's
 Gated DeltaNet with adapters, forward twice and backward once (h100_hybrid_phases.json); how the sum

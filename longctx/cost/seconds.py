@@ -69,6 +69,20 @@ class Exchanged(NamedTuple):
     """How long the host's link is busy."""
 
 
+class Falling(NamedTuple):
+    """Bytes that one layer copies down in its forward, an entry for each choice of what layers
+    keep. The next layer begins when they are there."""
+
+    kinds: Any
+    """(choices,): the layer's kind."""
+    early: Any
+    """(choices,): bytes that are there when the layer begins: its input."""
+    middle: Any
+    """Bytes that the part over the whole row makes."""
+    late: Any
+    """Bytes that are made tile by tile after it. Each tile is copied down beside the next one."""
+
+
 class Hosted(NamedTuple):
     """Saved activations that wait on the host, in bytes, and the number of their layers."""
 
@@ -77,12 +91,14 @@ class Hosted(NamedTuple):
     """(..., kinds): the number of these layers by their kind."""
     first: Numbers
     """Bytes of what backward reads first and needs to a layer's end."""
-    late: Numbers
-    """Bytes of what the MLP makes tile by tile. Each tile is copied down beside the next one."""
+    falling: Falling
+    numbers: Any
+    """(..., choices): how many layers have each choice of `falling`."""
 
 
 def nothing_hosted(tables: Tables) -> Hosted:
-    return Hosted(0, np.zeros(len(tables.kinds)), 0, 0)
+    none = np.zeros(0)
+    return Hosted(0, np.zeros(len(tables.kinds)), 0, Falling(none.astype(int), *3 * [none]), none)
 
 
 class Copies(NamedTuple):
@@ -236,11 +252,29 @@ def _arrived(
 
 def activation_waits(tables: Tables, hosted: Hosted, rates: Rates) -> tuple[Numbers, Numbers]:
     """Returns the seconds of forward and of backward in which saved activations are copied and
-    nothing is computed. In forward this is the last tile of what the MLP makes. In backward the
-    first tile of x and o is copied up while the layer above finishes its later tiles (the gradients
-    of q, k, v); if there is one tile only, it is copied beside no computation."""
+    nothing is computed. In backward the first tile of x and o is copied up while the layer above
+    finishes its later tiles (the gradients of q, k, v); if there is one tile only, it is copied
+    beside no computation."""
     tiles, link = tables.tiles, rates.link_bytes
     # Beside the layer above's end. That this may be of another kind does not change the sum much.
     ends_s = [priced(load(layer.finishing), rates).step for layer in tables.kinds]
     beside = hosted.layers @ np.array(ends_s) * (tiles - 1)
-    return hosted.late / link / tiles, np.maximum(0, hosted.first / link - beside) / tiles
+    down = hosted.numbers @ _falling_waits(tables, hosted.falling, rates)
+    return down, np.maximum(0, hosted.first / link - beside) / tiles
+
+
+def _falling_waits(tables: Tables, falling: Falling, rates: Rates) -> Any:  # (choices,)
+    """Returns how long a layer's copies down outlast its forward: by the bytes of all of them, of
+    those that begin after the part over the row, after the first tile, or after the last."""
+    early, middle, late = (nbytes / rates.link_bytes for nbytes in falling[1:])
+    of_kinds = [[priced(load(w), rates).step for w in (t.forward, t.tiled)] for t in tables.kinds]
+    whole, tiled = np.array(of_kinds)[falling.kinds].T
+    others = (tables.tiles - 1) / tables.tiles
+    return np.maximum.reduce(
+        [
+            early + middle + late - whole,
+            middle + late - tiled,
+            late - others * tiled,
+            late / tables.tiles,
+        ]
+    )

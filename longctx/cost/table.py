@@ -39,6 +39,9 @@ class Work:
     nbytes: float = 0.0
     finishing: bool = False
     """Whether it ends a layer's backward. The layer below is copied up beside it."""
+    of_tiles: bool = False
+    """Whether it ends a layer's forward, tile by tile. What was made before is copied down beside
+    it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +169,15 @@ class Table:
     def finishing(self) -> tuple[Work, ...]:
         """The end of backward."""
         return tuple(work for work in self.backward if work.finishing)
+
+    @property
+    def tiled(self) -> tuple[Work, ...]:
+        """The end of forward."""
+        return tuple(work for work in self.forward if work.of_tiles)
+
+    def in_tiles(self) -> Table:
+        """Returns the table of a part whose forward runs tile by tile."""
+        return replace(self, forward=tuple(replace(w, of_tiles=True) for w in self.forward))
 
     def again_bytes(self, kept: frozenset[str]) -> int:
         """Returns the bytes of what backward recomputes of the whole row before it begins, x

@@ -23,7 +23,7 @@ import numpy as np
 from longctx.cost.kept import NOTHING, Keep, Ladder, Names, runs
 from longctx.cost.peak import Tables, made_bytes, raised_bytes
 from longctx.cost.rates import Rates
-from longctx.cost.seconds import Hosted, priced
+from longctx.cost.seconds import Falling, Hosted, priced
 from longctx.cost.table import INPUT, Keepable, Load, Phase, Table, load, stacked
 from longctx.memory.levels import Activity
 from longctx.options.model import Offload
@@ -318,11 +318,18 @@ class EachChoice:
             )
 
         waits = self.count(lambda _, keep: bool(keep.hosted))
+        falling = Falling(
+            kinds=self.kinds.argmax(axis=1),
+            early=total(lambda k: k.name == INPUT),
+            middle=total(lambda k: k.name != INPUT and not k.of_tiles),
+            late=total(lambda k: k.of_tiles),
+        )
         return Hosted(
             nbytes=total(lambda _: True),
             layers=self.kinds * waits[:, None],
             first=total(lambda k: k.read_first),
-            late=total(lambda k: k.of_tiles),
+            falling=falling,
+            numbers=np.eye(len(self.choices), dtype=int),
         )
 
 
@@ -394,4 +401,6 @@ class Counted:
     @cached_property
     def hosted(self) -> Hosted:
         """The totals of all layers."""
-        return Hosted(*(self.found.numbers @ of for of in self.each.hosted))
+        each, numbers = self.each.hosted, self.found.numbers
+        summed = {name: numbers @ getattr(each, name) for name in ("nbytes", "layers", "first")}
+        return each._replace(**summed, numbers=numbers)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from longctx.cost.dims import LayerKind
+from longctx.cost.dims import Block, LayerKind
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Table, Work, joined
 from longctx.head.log_probs import scoring_cost
@@ -19,6 +19,7 @@ from longctx.head.loss import loss_cost
 from longctx.layer.adapters.dora import dora_cost
 from longctx.layer.adapters.lora import adapters_cost
 from longctx.layer.linear import dense_cost
+from longctx.layer.parts.protocol import OverTiles
 from longctx.model.peer_costs import peer_adapters_cost, peer_layer_cost, peer_loss_cost
 
 # --- the embedding and the update -----------------------------------------------------------
@@ -44,6 +45,11 @@ def update_cost(s: Sizes) -> Table:
 # --- one table a model and cut -----------------------------------------------------------------
 
 
+def _block_cost(block: type[Block], s: Sizes, kind: LayerKind, batch: Batch) -> Table:
+    table = block.cost(s, kind, batch)
+    return table.in_tiles() if issubclass(block, OverTiles) else table
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepTable:
     """The whole cost of a step on the GPU, except for the place of its optimizer states."""
@@ -64,7 +70,7 @@ class StepTable:
         s, batch = self.sizes, self.batch
         if s.class_type != "custom":
             return peer_layer_cost(s, kind, batch) + peer_adapters_cost(s, kind, batch)
-        blocks = [block.cost(s, kind, batch) for block in kind.blocks]
+        blocks = [_block_cost(block, s, kind, batch) for block in kind.blocks]
         adapters = [adapters_cost(s, kind, batch), dora_cost(s, kind, batch)]
         return joined([*blocks, *adapters, dense_cost(kind)])
 

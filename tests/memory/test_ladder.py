@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from longctx.constants import GIB
 from longctx.cost.kept import ORDER, Keep, Ladder
+from longctx.cost.machines import MACHINES
 from longctx.cost.peak import peak, phases
 from longctx.cost.rates import AttentionRates, Rates
-from longctx.cost.seconds import Hosted, activation_waits
+from longctx.cost.seconds import Falling, activation_waits, nothing_hosted, priced
 from longctx.cost.sizes import Batch, Cut, default_logits_bytes
 from longctx.cost.table import Keepable, Table, load
 from longctx.memory import ladder as search
@@ -34,6 +35,9 @@ from longctx.memory.ladder import (
 from longctx.memory.levels import ORDERS, Levels, pending_levels
 from longctx.memory.place import BlockSizes, PlacedStates
 from longctx.model.costs import StepTable
+from longctx.options.config import ModelArguments
+from longctx.plan.predict import Run, Subject, plan
+from longctx.run.loading import load_config
 
 T = 131072
 ATTENTION = AttentionRates(665e12, 610e12)
@@ -211,13 +215,44 @@ def test_what_was_asked_for_stays() -> None:
 
 
 def test_what_waits_on_the_host_comes_up_beside_several_tiles() -> None:
-    hosted = Hosted(nbytes=100 * GIB, layers=np.array([31]), first=60 * GIB, late=30 * GIB)
+    none = nothing_hosted(StepTable.of(LLAMA_8B, Batch(T, T)))
+    hosted = none._replace(nbytes=60 * GIB, layers=np.array([31]), first=60 * GIB)
     one = StepTable.of(llama_8b(tile_tokens=T), Batch(T, T))
-    alone = [nbytes / H100.link_bytes for nbytes in (hosted.late, hosted.first)]
-    assert activation_waits(one, hosted, H100) == pytest.approx(alone)
+    alone = hosted.first / H100.link_bytes
+    assert activation_waits(one, hosted, H100) == pytest.approx((0, alone))
     many = StepTable.of(llama_8b(tile_tokens=T // 16), Batch(T, T))
-    down, up = activation_waits(many, hosted, H100)
-    assert (down, up) == (pytest.approx(alone[0] / 16), 0)
+    assert activation_waits(many, hosted, H100) == (0, 0)
+
+
+@given(st.tuples(*3 * [st.integers(0, 8 * GIB)]), st.sampled_from([1, 2, 16]))
+def test_a_layer_ends_when_its_copies_are_down(nbytes, tiles) -> None:
+    """As in a queue: x at the layer's begin, what attention makes at its end, then each tile."""
+    tables = StepTable.of(llama_8b(tile_tokens=T // tiles), Batch(T, T))
+    (layer,) = tables.kinds
+    whole, tiled = (priced(load(works), H100).step for works in (layer.forward, layer.tiled))
+    assert 0 < tiled < whole
+    early, middle, late = (n / H100.link_bytes for n in nbytes)
+    sent = [(0.0, early), (whole - tiled, middle)]
+    sent += [(whole - tiled + tiled * (i + 1) / tiles, late / tiles) for i in range(tiles)]
+    free = 0.0
+    for begin, seconds in sent:
+        free = max(free, begin) + seconds
+    falling = Falling(np.array([0]), *(np.array([n]) for n in nbytes))
+    hosted = nothing_hosted(tables)._replace(falling=falling, numbers=np.array([32]))
+    waits, _ = activation_waits(tables, hosted, H100)
+    assert waits == pytest.approx(32 * (free - whole), abs=1e-9)
+
+
+def test_what_is_slower_to_copy_than_to_compute_again_is_not_copied() -> None:
+    """A layer with a mixer computes for 55 ms at 65536 tokens. Its gate and up take 60 ms on the
+    link, and 18 to compute again."""
+    args = ModelArguments(class_type="custom", preset="qwen3.5-9b", seq_len=65536, lora_r=16)
+    subject = Subject(load_config(args, vocab_size=1), args)
+    found = plan(subject, Run(model=args, gpu_memory_gib=24), MACHINES["h100"], 112 * GIB)
+    assert found.fits and found.seconds.waits < 0.01 * found.step_s
+    ladder = found.decision.chosen.ladder
+    assert any(keep.hosted for keep in ladder)
+    assert not any("gate up" in keep.hosted for keep in ladder)
 
 
 # --- layers that keep no input -----------------------------------------------------------------

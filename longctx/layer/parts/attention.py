@@ -389,7 +389,12 @@ class SelfAttention(OverRow):
             nbytes=(unit + n * (kind.wide + kind.narrow)) * kind.wide_norms,
         )
         normed = (2 * n * s.hidden + 2 * unit) * kind.post_norms
-        output = Work(name="o", flops=2 * tokens * kind.wide * s.hidden, nbytes=unit + normed)
+        output = Work(
+            name="o",
+            flops=2 * tokens * kind.wide * s.hidden,
+            nbytes=unit + normed,
+            of_tiles=True,
+        )
         in_q = kind.wide * (1 + kind.output_gate)
         sums = weight_sums(s, kind, tokens, s.hidden * (in_q + kind.wide + 2 * kind.narrow))
         gates = gate_cost(s, kind, tokens)
