@@ -49,6 +49,35 @@ class Mixed(NamedTuple):
     """Elements that autograd holds of a token for backward, for each one of `columns`."""
 
 
+class Spent(NamedTuple):
+    """What one direction of a layer was measured to take, of T tokens in documents of L tokens."""
+
+    seconds: tuple[float, float] = (0.0, 0.0)
+    """a and b of T (a + b L) seconds."""
+    nbytes: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """a, b and c of a + T (b + c L) bytes of the GPU, the layer's input not among them."""
+
+    def seconds_of(self, tokens: int, document: int) -> float:
+        a, b = self.seconds
+        return tokens * (a + b * document)
+
+    def nbytes_of(self, tokens: int, document: int) -> int:
+        a, b, c = self.nbytes
+        return int(a + tokens * (b + c * document))
+
+
+class Measured(NamedTuple):
+    """What a layer of Hugging Face's was measured to take (any_model/measured.py)."""
+
+    forward: Spent = Spent()
+    backward: Spent = Spent()
+    """With the second forward."""
+
+
+UNKNOWN = Measured()
+"""Of a layer that nobody has measured or counted: all that is planned of it is its input."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """The dimensions of a layer that decide what it computes and how much memory it takes. Layers
@@ -105,6 +134,8 @@ class LayerKind:
     drops: bool = False
     """Whether an adapter's input has dropout."""
     adapted: Adapted = Adapted()
+    measured: Measured | None = None
+    """What the layer takes, if it was measured; None: as is counted."""
 
     @property
     def scores(self) -> tuple[int, bool]:

@@ -13,6 +13,9 @@ RATE_SHARES: dict[str, tuple[str, float]] = {
 """Maps the name of a rate that works may have to a measured rate and a share of it. The share is a
 number of fitted.py."""
 
+SECONDS = "seconds"
+"""The rate of works whose seconds were measured themselves: their FLOPs are these seconds."""
+
 
 class AttentionRates(NamedTuple):
     """FLOP/s of causal attention, forward and backward."""
@@ -57,6 +60,7 @@ class Rates(NamedTuple):
             "matmul": self.flops,
             "attention": self.attention.forward,
             "attention backward": self.attention.backward,
+            SECONDS: 1.0,
         }
         name, share = share_of(rate)
         return share * measured[name]

@@ -8,6 +8,7 @@
                 weights and states that arrive late, for gradients that hold back memory, for copies
                 that take longer than the computation beside them
     images      all that a tower does that sees images
+    layers      layers that were measured as wholes (--class_type any)
 
 The first three are counts divided by the machine's rate for them. What a plan adds for launches is
 in launches.py, and for images in images.py. One function serves both the search for a ladder and
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longctx.cost.peak import Tables
-from longctx.cost.rates import Rates, share_of
+from longctx.cost.rates import SECONDS, Rates, share_of
 from longctx.cost.table import Load, load
 
 Numbers = Any
@@ -41,12 +42,15 @@ class Seconds(NamedTuple):
     waits: Numbers = 0.0
     images: Numbers = 0.0
     """Those of the tower that sees images, all of its work (cost/images.py)."""
+    layers: Numbers = 0.0
+    """Those of layers that were measured as wholes."""
     link: Numbers = 0.0
     """How long the link is busy. Most of it is beside computation, so it is not part of the sum."""
 
     @property
     def step(self) -> Numbers:
-        return self.products + self.attention + self.memory + self.waits + self.images
+        computes = self.products + self.attention + self.memory + self.layers
+        return computes + self.waits + self.images
 
 
 class Exchanged(NamedTuple):
@@ -132,9 +136,10 @@ class Traffic:
 def priced(work: Load, rates: Rates) -> Seconds:
     """Returns the seconds of works that run one after the other: FLOPs at their rates, then
     bytes."""
-    found = {"products": 0.0, "attention": 0.0}
+    found = {"products": 0.0, "attention": 0.0, "layers": 0.0}
     for rate, flops in work.flops.items():
         kind = "attention" if share_of(rate)[0].startswith("attention") else "products"
+        kind = "layers" if rate == SECONDS else kind
         found[kind] = found[kind] + flops / rates.of(rate)
     return Seconds(**found, memory=work.nbytes / rates.memory_bytes)
 

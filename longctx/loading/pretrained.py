@@ -104,7 +104,7 @@ def _check_sizes(source: ModelSource, config: PretrainedConfig) -> None:
     configuration looks at its values."""
     for part in (config, config.get_text_config()):
         for name in SIZES:
-            found = getattr(part, name, None)
+            found = _said(part, name)
             if found is not None and not isinstance(found, list):  # of numbers for each layer
                 _check_size(source, name, found)
     named = getattr(config, "architectures", None) or []
@@ -116,6 +116,15 @@ def _check_sizes(source: ModelSource, config: PretrainedConfig) -> None:
     dropout = getattr(config, "attention_dropout", None) or 0.0
     if not 0 <= dropout < 1:
         raise UserError(f"{source.name}: its config.json drops {dropout} of attention")
+
+
+def _said(config: PretrainedConfig, name: str) -> Any:
+    """Returns what a configuration says under a name; None for nothing, and where layers differ in
+    it, of which transformers raises an error of its own (Gemma 4's heads)."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
 
 
 def _check_size(source: ModelSource, name: str, found: Any) -> None:

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from longctx.cost.dims import LayerKind
+from longctx.cost.dims import LayerKind, Measured, Spent
 from longctx.cost.fitted import DEQUANTISE, PEERS
+from longctx.cost.rates import SECONDS
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work
 from longctx.head.loss import loss_cost
@@ -82,8 +83,33 @@ LLAMA_COLUMNS = 1.25
 
 
 def peer_layer_cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
-    """The rows of a layer with an MLP or with experts."""
+    """The rows of a layer that was measured, or has an MLP or experts."""
+    if kind.measured is not None:
+        return _as_measured(s, kind.measured, batch)
     return _with_experts(s, kind, batch) if kind.experts else _with_mlp(s, kind, batch)
+
+
+def _as_measured(s: Sizes, layer: Measured, batch: Batch) -> Table:
+    """A layer of --class_type any, whose input comes up while the layer above runs (seam.py)."""
+    tokens, unit = batch.tokens, s.unit(batch.tokens)
+    of = tokens, batch.document
+
+    def work(spent: Spent) -> tuple[Work, ...]:
+        return (Work(name="a layer", flops=spent.seconds_of(*of), rate=SECONDS),)
+
+    return Table(
+        forward=work(layer.forward),
+        backward=work(layer.backward),
+        keepables=(Keepable(name="x", nbytes=unit, always=True),),
+        buffers=(
+            Buffer(name="a layer", nbytes=layer.forward.nbytes_of(*of), during="layer forward"),
+            Buffer(name="a layer", nbytes=layer.backward.nbytes_of(*of), during="layer backward"),
+            Buffer(name=_COMING, nbytes=unit, during="layer backward"),
+        ),
+    )
+
+
+_COMING = "x of the layer below, on its way"
 
 
 def _with_mlp(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
@@ -117,7 +143,7 @@ def _with_mlp(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
         buffers=(
             Buffer(name="a layer", nbytes=layer // 2, during="layer forward"),
             Buffer(name="a layer", nbytes=layer - unit, during="layer backward"),
-            Buffer(name="x of the layer below, on its way", nbytes=coming, during="layer backward"),
+            Buffer(name=_COMING, nbytes=coming, during="layer backward"),
         ),
     )
 

@@ -9,13 +9,14 @@ them, are two kinds, by what longctx knows of the family (mixtures.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from longctx.cost.dims import Adapted, LayerKind
+from longctx.cost.dims import Adapted, LayerKind, Measured
 from longctx.cost.sizes import Sizes, kinds_of
 from longctx.model.adapters import Applied, applied, inside_peft, is_adapted, is_wrapped
 from longctx.model.blocks import decoder_layers, language_models
@@ -99,6 +100,17 @@ def peer_sizes(
         trains_head=not ends or any(p.requires_grad for h in ends for p in h.parameters()),
         **common,
     )
+
+
+def as_measured(sizes: Sizes, layers: Sequence[Measured]) -> Sizes:
+    """Returns the sizes of a model each of whose layers was measured."""
+    each = zip(sizes.of_layer, layers, strict=True)
+    return replace(sizes, **kinds_of(replace(sizes.kinds[i], measured=x) for i, x in each))
+
+
+def trains_weights(sizes: Sizes) -> bool:
+    """Whether layers' own weights are trained, and not adapters beside them alone."""
+    return any(kind.trains_weights for kind in sizes.kinds)
 
 
 class Mixture(NamedTuple):

@@ -8,7 +8,7 @@ little memory, whatever size the model has and whatever engine will share it out
               POOL_NUMBERS numbers, or as one expert of the largest stack; small ones are
               initialised as transformers does, and then moved a little, so that no gate is shut
               and no recurrence forgets at once
-    dropout   none, nor other noise of training
+    dropout   none, nor other noise of training, unless its cost is asked for
     head      `hidden` returns what the head would get
 """
 
@@ -50,13 +50,16 @@ def outline(config: Any, kind: Any, attention: str | None, dtype: torch.dtype) -
 
 class Specimen:
     """Makes a specimen of a model without weights, which is changed. The process' random numbers
-    go on as before. With `whole` it has all layers."""
+    go on as before. With `whole` it has all layers, with `draws` the noise of training."""
 
-    def __init__(self, model: Any, device: torch.device, *, whole: bool = False) -> None:
+    def __init__(
+        self, model: Any, device: torch.device, *, whole: bool = False, draws: bool = False
+    ) -> None:
         self.model, self.device = model, device
         if not whole:
             _shorten(model)
-        _draw_nothing(model)
+        if not draws:
+            _draw_nothing(model)
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.no_grad():
             torch.manual_seed(0)
@@ -88,17 +91,21 @@ Found = TypeVar("Found")
 
 
 def of_specimen(
-    make: Callable[[], Any], device: torch.device, look: Callable[[Specimen], Found]
+    make: Callable[[], Any],
+    device: torch.device,
+    look: Callable[[Specimen], Found],
+    *,
+    draws: bool = False,
 ) -> Found:
     """Returns what `look` finds of a specimen of the model that `make` outlines: a cut one, or one
     with all layers where a cut one cannot run (Gemma 4 has inputs by layer). Raises whatever the
     model raises."""
     try:
-        return look(Specimen(make(), device))
+        return look(Specimen(make(), device, draws=draws))
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception:
-        return look(Specimen(make(), device, whole=True))
+        return look(Specimen(make(), device, whole=True, draws=draws))
 
 
 def _shorten(model: Any) -> None:
@@ -113,7 +120,7 @@ def _shorten(model: Any) -> None:
     ]
     kept = 0
     for _, _, layers in lists:
-        kinds = [_kind(layer) for layer in layers]
+        kinds = [kind_of(layer) for layer in layers]
         kept = max(kept, *(kinds.index(kind) + 1 for kind in {*kinds}))
     for owner, name, layers in lists:
         setattr(owner, name, layers[:kept])
@@ -121,13 +128,14 @@ def _shorten(model: Any) -> None:
         config.num_hidden_layers = kept
 
 
-def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Returns what tells one kind of layer from another: its modules, and their settings that are
-    no numbers."""
+def kind_of(layer: nn.Module) -> tuple[Any, ...]:
+    """Returns what tells one kind of layer from another: its modules, the shapes of their
+    parameters, and their settings that are no numbers."""
     return tuple((path, type(module), *_settings(module)) for path, module in layer.named_modules())
 
 
 def _settings(module: nn.Module) -> Iterator[Any]:
+    yield from (p.shape for p in module.parameters(recurse=False))
     for name, value in vars(module).items():
         if isinstance(value, (bool, str)):
             yield name, value

@@ -130,7 +130,7 @@ class _Search:
         model = self.run.model
         # each GPU has a copy of its own
         beside: Options = {"engine": None, "sequence_parallel_size": 1}
-        if not model.schedules:
+        if not model.schedules and self.subject.known:
             beside |= _SCHEDULE
         lora = [{**beside, "lora_r": RANK}] if model.lora_r is None else []
         if lora and self.run.gpus > 1 and self.run.engine is not None:
@@ -264,7 +264,8 @@ def _known(subject: Subject, run: Run) -> Iterator[Options]:
     if run.engine is None:
         yield {"place": "auto"}
     if not run.model.schedules:
-        yield _SCHEDULE
+        if subject.known:
+            yield _SCHEDULE
         return
     if not subject.schedules(run):
         if subject.drops:

@@ -53,6 +53,7 @@ from longctx.model.vision import PREFIXES, rest_
 from longctx.options.config import ModelArguments
 from longctx.options.model import PatchOptions
 from longctx.options.task import LABELLED, TaskName, scored_tokens
+from longctx.plan.any_layers import AnyLayers
 from longctx.plan.decide import Decision, decide, decided, gpu_budget, keeping
 from longctx.plan.engines import ShardedStates, averaged, exchanged, parameters_of, shared_rows
 from longctx.safety.system import installed
@@ -131,18 +132,26 @@ _OF_RUN = {field.name for field in fields(Run)}
 class Subject:
     """A model without storage, of which runs are planned."""
 
-    def __init__(self, config: PretrainedConfig, args: ModelArguments | None = None) -> None:
-        """Makes the model, with the adapters and the 4-bit weights that `args` ask for. Raises
-        UserError for a configuration of which no model can be made, or that the plan cannot
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        args: ModelArguments | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Makes the model, with the adapters and the 4-bit weights that `args` ask for. `device` is
+        the GPU that will train, where it is here: layers of --class_type any are measured on it.
+        Raises UserError for a configuration of which no model can be made, or that the plan cannot
         read."""
+        self.device = device
         if args is not None and args.dropout is not None:
             config = copy.deepcopy(config)
             set_dropout_(config, args.dropout)
         text = config.get_text_config()
         family = family_of(text)
         width = MLP_WIDTH if family is None else family.width
-        needed = ("hidden_size", width, "num_hidden_layers", "num_attention_heads")
-        for name in (*needed, "vocab_size"):
+        needed = ("hidden_size", "num_hidden_layers", "vocab_size")
+        wants_any = args is not None and args.class_type == "any"
+        for name in needed if wants_any else (*needed, width, "num_attention_heads"):
             if not isinstance(getattr(text, name, None), int):
                 raise UserError(f"the model's config has no {name}, which the plan needs")
         experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
@@ -159,9 +168,17 @@ class Subject:
         self.why_not = None if base is None else why_not_scheduled(base, training=True)
         """Why Hugging Face's layers would run under --class_type custom; None where ours do."""
         ours = base is not None and self.why_not is None and (args is None or args.schedules)
-        if not ours and (what := _uncounted(base, bool(experts))):
-            raise UserError(f"the model has {what}, whose plan in Hugging Face's layers is unknown")
+        self.uncounted = _uncounted(base, bool(experts))
+        """The parts that nobody has counted in Hugging Face's layers; None if all are."""
+        if not ours and not wants_any and self.uncounted:
+            raise UserError(
+                f"the model has {self.uncounted}, whose plan in Hugging Face's layers is unknown"
+            )
+        self.known = base is not None
+        """Whether longctx knows the model's family."""
         self._chunks_loss = chunks_loss(self.model)
+        self._made_of, self._kind = self.model.config, type(self.model)
+        self._any: dict[str, AnyLayers] = {}
         self._quantised = args is not None and args.quantize != "none"
         if self._quantised:
             quantise_shapes_(self.model)
@@ -227,6 +244,11 @@ class Subject:
             trained=run.model.train_vision,
         )
 
+    def unknown(self, run: Run) -> str | None:
+        """Returns why nobody knows what a layer of a run takes; None if its plan has it."""
+        found = self.any_layers(run)
+        return found.why_unknown(self.sizes(run)) if found else None
+
     @property
     def sees(self) -> bool:
         """Whether it is a vision-language model."""
@@ -234,7 +256,7 @@ class Subject:
 
     def adapted(self, args: ModelArguments) -> Subject:
         """Returns the same model with other adapters and 4-bit weights."""
-        return Subject(self.whole, args)
+        return Subject(self.whole, args, self.device)
 
     def schedules(self, run: Run) -> bool:
         """Whether our schedule runs the layers, by the run's options and the configuration."""
@@ -257,6 +279,22 @@ class Subject:
         """The dimensions that the schedule sees, whatever the options of a run."""
         return model_sizes(inside_peft(self.model), PatchOptions(), DTYPE)
 
+    def any_layers(self, run: Run) -> AnyLayers | None:
+        """Returns what is known of layers of --class_type any; None for a run of another."""
+        if run.model.class_type != "any":
+            return None
+        backend = run.model.attn_backend
+        if backend not in self._any:
+            self._any[backend] = AnyLayers(
+                config=self._made_of,
+                kind=self._kind,
+                backend=backend,
+                device=self.device,
+                counts=self.known and self.uncounted is None,
+                dtype=DTYPE,
+            )
+        return self._any[backend]
+
     def sizes(self, run: Run) -> Sizes:
         if self.schedules(run):
             model = run.model
@@ -265,8 +303,10 @@ class Subject:
             )
         else:
             class_type, chunks = peer_kind(run.model.patch_options)
-            chunks = chunks and self._chunks_loss
+            found = self.any_layers(run)
+            chunks = chunks and (found.chunks_loss if found else self._chunks_loss)
             sizes = peer_sizes(self.model, class_type, DTYPE.itemsize, chunks_loss=chunks)
+            sizes = found.sizes(sizes) if found else sizes
         return replace(sizes, ranks=run.sequence_parallel_size, exact=run.exact)
 
 
@@ -308,8 +348,13 @@ class Plan:
     images: Images | None = None
     """The images of a batch on one GPU."""
 
+    unknown: str | None = None
+    """Why nobody knows what a layer takes, neither its memory nor its seconds; None if they are
+    planned."""
+
     @property
     def fits(self) -> bool:
+        """Whether all that is planned fits."""
         return self.problem is None
 
     @property
@@ -414,7 +459,7 @@ def _planned(
         run=run,
         machine=alone,
         sizes=chosen.sizes,
-        backend=backend,
+        backend=(known := subject.any_layers(run)) and known.said() or backend,
         decision=decision,
         phases=found,
         seconds=_seen(_launched(predicted(timed, chosen), chosen, step), images, step),
@@ -426,6 +471,7 @@ def _planned(
         reading_bytes=reading,
         parameters=subject.parameters,
         images=images,
+        unknown=subject.unknown(run),
     )
 
 
@@ -493,6 +539,8 @@ def _backend(subject: Subject, run: Run, machine: Machine) -> str:
         if reason := unfit.get(asked):
             raise UserError(reason)
     known = {"auto": "cudnn", "sdpa": "cudnn", "fa2": "flash"}.get(asked, asked)
+    if run.model.class_type == "any" and known not in machine.attention:
+        return next(iter(machine.attention))  # whose rates are of attention, which layers have
     if known not in machine.attention:
         names = ", ".join(machine.attention)
         raise UserError(

@@ -4,9 +4,10 @@
     longctx plan --config recipes/llama-3.2-1b_32k.yaml
 
 takes train.py's flags and recipes. Arithmetic alone (longctx/plan): no GPU is needed, no weight and
-no text is read. Runs in bfloat16, under any engine, on --gpus GPUs of one host. Without --gpu the
-machine is this one, whose rates are measured once, in about ten seconds, and kept (longctx doctor);
-with it `--host_memory_gib` is the memory that machine's host has free (default: what is free here).
+no text is read; with --class_type any this machine's GPU runs a layer of each kind. Runs in
+bfloat16, under any engine, on --gpus GPUs of one host. Without --gpu the machine is this one, whose
+rates are measured once, in about ten seconds, and kept (longctx doctor); with it
+`--host_memory_gib` is the memory that machine's host has free (default: what is free here).
 Ends with status 1 where the run does not fit.
 """
 
@@ -21,6 +22,8 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import torch
+
 from longctx.constants import GIB, VOCAB_SIZE
 from longctx.cost.machines import MACHINES, Machine
 from longctx.cost.named import machine_named, several
@@ -29,7 +32,7 @@ from longctx.memory.machine import host_share_bytes
 from longctx.options.about import COUNT
 from longctx.options.written import LENGTH, token_count
 from longctx.plan.changes import Change, changes
-from longctx.plan.measure import this_machine
+from longctx.plan.measure import gpu_here, this_machine
 from longctx.plan.predict import Plan, Run, Subject, longest, plan
 from longctx.plan.shortage import Shortage, shortage
 from longctx.program import Parser
@@ -67,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = load_config(model_args, vocab_size=VOCAB_SIZE)
         check_towers(model_args, config, engine, args.gpus)
         check_layers(model_args, train_args, config)
-        subject = Subject(config, model_args)
+        subject = Subject(config, model_args, None if args.gpu else _gpu_here())
     machine = machine_named(args.gpu) if args.gpu else this_machine()
     run = run_of(model_args, train_args, engine, args.gpus, args.document_tokens)
     if declined := subject.declined(run):
@@ -93,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         host_bytes=host,
         shortage=lacks,
         changes=found,
-        sweep=sweep(subject, run, machine, host) if args.sweep else [],
+        sweep=sweep(subject, run, machine, host) if args.sweep and not planned.unknown else [],
         less_memory=less_memory(subject, planned, host) if planned.fits else [],
         data_tokens=data_tokens,
     )
@@ -169,6 +172,11 @@ def _count_gpus(args: Namespace) -> None:
     if count > 1 and args.gpus not in (None, count):
         raise UserError(f"--gpu names {count} GPUs and --gpus {args.gpus}: give one of the two")
     args.gpus = args.gpus or count
+
+
+def _gpu_here() -> torch.device | None:
+    """Returns the GPU on which layers of --class_type any are measured."""
+    return gpu.device if (gpu := gpu_here()) else None
 
 
 _AMOUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}

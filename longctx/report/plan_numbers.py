@@ -53,6 +53,8 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "rates": _rates(machine),
         "assumed": machine.assumed or None,
         "attn_backend": planned.backend,
+        "layers": _layers(planned),
+        "unknown": planned.unknown,
         "rows": run.per_device_train_batch_size,
         "passes": run.gradient_accumulation_steps,
         **_short(planned),
@@ -68,24 +70,21 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "host_holds": _gibs(held_on_host(planned)),
         "states": _states(planned),
         "kept": _kept(planned),
-        "parts_s": {
-            name: round(value, 4)
-            for name, value in planned.seconds._asdict().items()
-            if name != "link"
-        },
         "graphs_gib": _gib(decision.chosen.graph_bytes),
         "no_graphs": decision.chosen.no_graphs,
-        "link_s": round(planned.seconds.link, 4),
         "phases": [
             {"phase": phase.name, "gib": _gib(phase.nbytes), "buffers": _gibs(phase.buffers)}
             for phase in planned.phases
         ],
     }
+    if planned.unknown is None:
+        seconds = {name: round(s, 4) for name, s in planned.seconds._asdict().items()}
+        result |= {"link_s": seconds.pop("link"), "parts_s": seconds}
     if fits and run.exact and engine is None and run.gpus == 1:
         result["plan"] = written(planned)
     if planned.images is not None:
         result["images"] = _images(planned, planned.images)
-    if answer.data_tokens:
+    if answer.data_tokens and planned.unknown is None:
         days = answer.data_tokens / planned.tokens_per_s / DAY
         low, high = (times * days for times in machine.spread)
         result |= {"data_tokens": answer.data_tokens, "days": days}
@@ -149,7 +148,16 @@ def _states(planned: Plan) -> str:
     return describe_states(planned.decision, DTYPE)
 
 
+def _layers(planned: Plan) -> str:
+    """How it is known what a layer takes."""
+    if planned.unknown is not None:
+        return "unknown"
+    return "measured" if planned.sizes.kinds[0].measured else "counted"
+
+
 def _kept(planned: Plan) -> str:
+    if planned.sizes.class_type == "any":
+        return describe(planned.decision.kept.ladder)
     if planned.sizes.class_type != "custom":
         return "kept for backward: layers' inputs"
     tokens, ladder = planned.run.tokens, planned.decision.kept.ladder
@@ -162,11 +170,16 @@ def _rates(machine: Machine) -> str:
 
 
 def _short(planned: Plan) -> dict[str, Any]:
+    """Returns a plan's figures, without seconds that nobody knows."""
     least, most = planned.machine.spread
-    return {
+    found = {
         "seq_len": planned.run.model.seq_len,
         "gpu_gib": _gib(planned.gpu_bytes),
         "host_gib": _gib(planned.host_bytes),
+    }
+    if planned.unknown is not None:
+        return found
+    return found | {
         "step_s": round(planned.step_s, 4),
         "step_s_low": round(least * planned.step_s, 4),
         "step_s_high": round(most * planned.step_s, 4),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.report.page import figure, heading, paragraph, pyplot, table, write_page
-from longctx.report.plan_text import PARTS, chosen, figures, title_of
+from longctx.report.plan_text import chosen, figures, parts_s, title_of
 
 COLUMNS = {
     "flags": "flags",
@@ -27,7 +27,8 @@ def write_html(path: Path, result: dict[str, Any]) -> None:
     said = [*figures(result), *chosen(result)]
     parts = [table([{"what": name, "value": text} for name, text in said], ["what", "value"])]
     parts += [heading("A step's GPU memory by phase"), figure(_phases(result), "GiB by phase")]
-    parts += [heading("A step's time"), figure(_seconds(result), "Seconds of a step by part")]
+    if "parts_s" in result:
+        parts += [heading("A step's time"), figure(_seconds(result), "Seconds of a step by part")]
     if "changes" in result:
         parts += [heading("It fits with"), table(_rows(result["changes"]))]
     if "sweep" in result:
@@ -40,7 +41,8 @@ def write_html(path: Path, result: dict[str, Any]) -> None:
             for name, gib in phase["buffers"].items()
         )
     )
-    parts.append(paragraph("Predicted by `longctx plan`, by arithmetic; nothing was run."))
+    run = "one layer of each kind was" if result["layers"] == "measured" else "nothing was"
+    parts.append(paragraph(f"Predicted by `longctx plan`, by arithmetic; {run} run."))
     write_page(path, title_of(result), parts)
 
 
@@ -69,9 +71,7 @@ def _phases(result: dict[str, Any]) -> Any:
 def _seconds(result: dict[str, Any]) -> Any:
     plt = pyplot()
     drawn, axes = plt.subplots(figsize=(9, 2.2))
-    parts = {name: result["parts_s"][key] for key, name in PARTS.items()}
-    if "images" not in result:
-        del parts[PARTS["images"]]
+    parts = parts_s(result)
     parts["link, beside"] = result["link_s"]
     axes.barh(list(parts), list(parts.values()), color="tab:blue")
     axes.invert_yaxis()

@@ -9,11 +9,11 @@ from typing import Any
 from longctx.engines import Engine
 from longctx.engines.rows import groups_of, ulysses
 from longctx.errors import UserError
+from longctx.model.attention_names import HF_ATTENTION
 from longctx.model.image_sizes import KINDS, image_of
 from longctx.options.config import ModelArguments, TrainArguments
 from longctx.options.pixels import pixels_of
 from longctx.plan.predict import DTYPE, Run
-from longctx.run.loading import HF_ATTENTION
 from longctx.run.states import uses_exact_states
 
 MOST_GPUS = 1024

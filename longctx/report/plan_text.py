@@ -22,10 +22,13 @@ PARTS = {
     "products": "matmuls",
     "attention": "attention",
     "memory": "reading and writing",
+    "layers": "layers",
     "waits": "waiting",
     "images": "images",
 }
 """The parts of a step's seconds, in words."""
+OF_SOME = ("layers", "images")
+"""Those that not every step has."""
 Lines = list[tuple[str, str]]
 """What it is, and its value."""
 
@@ -76,13 +79,14 @@ def title_of(result: dict[str, Any]) -> str:
 def figures(result: dict[str, Any]) -> Lines:
     fits = result["fits"]
     several = result["gpus"] > 1
-    lines = [
-        ("fits", "yes" if fits else f"no: {result['problem']}"),
-        (
-            "a step",
-            f"{'' if fits else 'would take '}{_range(result, 'step_s')} s{_why_a_range(result)}",
-        ),
-        ("tokens/s", _range(result, "tokens_per_s")),
+    lines = [("fits", f"yes{_but(result)}" if fits else f"no: {result['problem']}")]
+    if "step_s" in result:
+        would = "" if fits else "would take "
+        lines += [
+            ("a step", f"{would}{_range(result, 'step_s')} s{_why_a_range(result)}"),
+            ("tokens/s", _range(result, "tokens_per_s")),
+        ]
+    lines += [
         (
             "GPU memory",
             f"{result['gpu_gib']:.1f} of {result['gpu_limit_gib']:.1f} GiB"
@@ -95,7 +99,7 @@ def figures(result: dict[str, Any]) -> Lines:
         ),
     ]
     if result["class_type"] == "any":
-        lines.append(("promised", _MEMORY_ALONE))
+        lines.append(("promised", _promise(result)))
     if images := result.get("images"):
         lines.append(("images", _images(images)))
     if less := result.get("less_memory"):
@@ -111,7 +115,18 @@ def figures(result: dict[str, Any]) -> Lines:
     return lines
 
 
-_MEMORY_ALONE = "memory, not speed: the seconds are those of Llama in Hugging Face's layers"
+def _promise(result: dict[str, Any]) -> str:
+    """Returns what is promised of --class_type any, and how it is known what layers take."""
+    known = {
+        "measured": "a layer of each kind was run here at two lengths, forward and backward",
+        "counted": "the seconds are those of Llama in Hugging Face's layers",
+        "unknown": f"no memory and seconds of a layer itself are planned: {result['unknown']}",
+    }
+    return f"memory, not speed; {known[result['layers']]}"
+
+
+def _but(result: dict[str, Any]) -> str:
+    return ", but for a layer's own memory" if result["layers"] == "unknown" else ""
 
 
 def _images(images: dict[str, Any]) -> str:
@@ -133,7 +148,9 @@ def _while_read(result: dict[str, Any]) -> str:
 
 
 def _range(row: dict[str, Any], key: str) -> str:
-    """One figure where rates were measured, else two."""
+    """One figure where rates were measured, else two; none where nobody knows."""
+    if f"{key}_low" not in row:
+        return "?"
     ends = dict.fromkeys(_figure(row[f"{key}_{end}"]) for end in ("low", "high"))
     return " to ".join(ends)
 
@@ -152,16 +169,19 @@ def _why_a_range(result: dict[str, Any]) -> str:
 
 
 def chosen(result: dict[str, Any]) -> Lines:
-    seconds = {name: result["parts_s"][key] for key, name in PARTS.items()}
-    if "images" not in result:
-        del seconds[PARTS["images"]]
-    parts = ", ".join(f"{name} {_figure(value)}" for name, value in seconds.items())
     kinds = (_named(result[key]) for key in ("states", "kept"))
-    return [
-        *kinds,
-        ("attention", result["attn_backend"]),
-        ("seconds", f"{parts}; the link to the host is busy for {_figure(result['link_s'])}"),
-    ]
+    lines = [*kinds, ("attention", result["attn_backend"])]
+    if "parts_s" in result:
+        parts = ", ".join(f"{name} {_figure(value)}" for name, value in parts_s(result).items())
+        busy = f"{parts}; the link to the host is busy for {_figure(result['link_s'])}"
+        lines.append(("seconds", busy))
+    return lines
+
+
+def parts_s(result: dict[str, Any]) -> dict[str, float]:
+    """Returns the seconds of a step by part, in words, without parts that this step has not."""
+    parts = {key: result["parts_s"][key] for key in PARTS}
+    return {PARTS[key]: s for key, s in parts.items() if s or key not in OF_SOME}
 
 
 def _named(line: str) -> tuple[str, str]:

@@ -2,7 +2,8 @@
 
 A run that cannot fit ends here, in one line with the flags that would make it fit. Nothing of it
 changes where a run puts its bytes: that is decided when the model is there (run/states.py), by the
-same function and mostly the same numbers. Predicted are runs of class_type custom in bfloat16, of
+same function and mostly the same numbers. Predicted are runs of class_type custom and any in
+bfloat16, of
 any engine, on the GPUs of one host whose rates are known; a line says why another is not. Bytes are
 those of one process.
 """
@@ -29,6 +30,7 @@ from longctx.engines import Engine, choose_engine
 from longctx.errors import UserError, print_rank0
 from longctx.memory.machine import held_host_bytes, host_share_bytes
 from longctx.memory.place import Place
+from longctx.model.any_model.runtime import any_part, any_runtime_of
 from longctx.model.image_sizes import image_of
 from longctx.options.config import ModelArguments, TrainArguments
 from longctx.plan.changes import changes
@@ -69,7 +71,14 @@ def foresee(
     if machine is None or why_not is not None:
         print_rank0(f"nothing is predicted: {why_not}")
         return None
-    subject, run = Subject(config, model_args), run_of(model_args, args, engine, args.world_size)
+    try:
+        subject = Subject(config, model_args, args.device)
+    except UserError as error:
+        if model_args.class_type != "any":
+            raise
+        print_rank0(f"nothing is predicted: {error}")  # its layers may be code of a stranger's
+        return None
+    run = run_of(model_args, args, engine, args.world_size)
     host = args.world_size * host_share_bytes()
     foreseen = Foreseen(subject, machine, host, plan(subject, run, machine, host), args)
     foreseen.refuse()
@@ -97,8 +106,9 @@ def why_unknown(model_args: ModelArguments, args: TrainArguments, engine: Engine
     """Why such a run is not predicted, in a few words."""
     if args.world_size > (torch.cuda.device_count() or args.world_size):
         return "only runs on one host are"
-    if model_args.class_type != "custom":
-        return f"only --class_type custom is; `longctx plan` knows {model_args.class_type}"
+    if model_args.class_type not in ("custom", "any"):
+        known = f"`longctx plan` knows {model_args.class_type}"
+        return f"only --class_type custom and any are; {known}"
     if not model_args.schedules and not args.gradient_checkpointing:
         return "only runs with checkpointing by layer are"
     try:
@@ -114,9 +124,15 @@ def why_unknown(model_args: ModelArguments, args: TrainArguments, engine: Engine
 def why_unknown_here(machine: Machine | None, model_args: ModelArguments) -> str | None:
     if machine is None:
         return "the rates of this GPU are not known; `longctx doctor` measures them once"
-    if model_args.attn_backend not in ("auto", *machine.attention):
+    if model_args.class_type != "any" and (  # whose layers are measured
+        model_args.attn_backend not in ("auto", *machine.attention)
+    ):
         return f"--attn_backend {model_args.attn_backend} was not measured on this GPU"
     return None
+
+
+def _seconds(change: Plan) -> str:
+    return "" if change.unknown else f" ({change.seconds.step:.3g} s a step)"
 
 
 def _launched(flags: str) -> str:
@@ -141,9 +157,7 @@ class Foreseen:
             return
         run, machine = self.planned.run, self.machine
         found = changes(self.subject, run, machine, self.host_bytes, host_grows=False)
-        fixes = [
-            f"{_launched(flags)} ({change.seconds.step:.3g} s a step)" for flags, change in found
-        ]
+        fixes = [_launched(flags) + _seconds(change) for flags, change in found]
         lacks = shortage(self.subject, self.planned, self.host_bytes)
         problem = lacks.line if lacks else self.planned.problem
         if declined := self.subject.declined(run):
@@ -177,7 +191,7 @@ class Foreseen:
 
     def compare(self, trainer: Any, first_step: int) -> None:
         """Logs predicted beside measured, of the steps after `first_step`, and says what is off."""
-        ladder = trainer.runtime.store.ladder
+        ladder = _ladder(trainer)
         places = [block.place for block in trainer.exact.stream.blocks] if trainer.exact else None
         measured = measure(trainer, first_step)
         found = compare(self.planned, measured, as_planned(self.planned, ladder, places))
@@ -241,19 +255,30 @@ def measure(trainer: Any, first_step: int) -> dict[str, float]:
     return found | ({"step_s": statistics.median(steps)} if steps else {})
 
 
+def _ladder(trainer: Any) -> Ladder:
+    """Returns what layers kept, in whichever store."""
+    inputs = any_part(trainer.model)
+    runtime = any_runtime_of(inputs) if inputs is not None else trainer.runtime
+    return runtime.store.ladder if runtime is not None else ()
+
+
 def as_planned(planned: Plan, ladder: Ladder, places: list[Place] | None) -> bool:
     """Whether the run keeps what it was planned to keep, where it was planned."""
     decision = planned.decision
     same = places is None or places == [*decision.places]
-    if planned.sizes.class_type != "custom":
+    if planned.sizes.class_type not in ("custom", "any"):
         return same  # Hugging Face's layers keep their inputs, in nobody's store
     return same and tuple(ladder) == tuple(decision.kept.ladder)
+
+
+_EXTRAPOLATED = "layers were measured at two lengths, and memory is what is promised of them"
 
 
 def compare(planned: Plan, measured: dict[str, float], as_planned: bool) -> list[Part]:
     most, seconds = peak(planned.phases), planned.seconds
     largest = max(most.buffers, key=lambda name: most.buffers[name])
-    slowest = max(("products", "attention", "memory", "waits"), key=lambda n: getattr(seconds, n))
+    parts = ("products", "attention", "memory", "layers", "waits")
+    slowest = max(parts, key=lambda name: getattr(seconds, name))
     locked = planned.rank_host_bytes / GIB - PROCESS_BYTES / GIB
     whys = {
         "gpu_gib": f"the peak was planned in {most.name}, most of it {largest}",
@@ -266,6 +291,11 @@ def compare(planned: Plan, measured: dict[str, float], as_planned: bool) -> list
             f"{locked:.1f} GiB are locked, as planned, so that the process itself had "
             f"{measured['host_gib'] - locked:.1f} instead of {PROCESS_BYTES / GIB:.1f}"
         )
+    if planned.unknown:
+        measured = {name: x for name, x in measured.items() if name == "host_gib"}
+    elif planned.sizes.class_type == "any":
+        whys["gpu_gib"] += f"; {_EXTRAPOLATED}"
+        whys["step_s"] = _EXTRAPOLATED
     if not as_planned:
         other = "the run placed states and activations by other free memory than was planned with"
         whys = dict.fromkeys(whys, other)

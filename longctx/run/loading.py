@@ -32,11 +32,11 @@ from longctx.lora.quantise import (
 from longctx.model.adapters import keep_layout_
 from longctx.model.any_model.attention import NAMES as OUR_ATTENTION
 from longctx.model.any_model.patch import why_not_any
+from longctx.model.attention_names import HF_ATTENTION, default_attention, has_sdpa
 from longctx.model.classes import (
     as_language_model,
     as_reward_model,
     auto_class,
-    class_of,
     is_classifier,
     sees_images,
     without_storage,
@@ -53,13 +53,6 @@ from longctx.options.model import ModelSource
 from longctx.options.presets import PRESETS
 from longctx.safety.packages import pip_install
 from longctx.safety.system import installed
-
-HF_ATTENTION = {
-    "sdpa": "sdpa",
-    "eager": "eager",
-    "fa2": "flash_attention_2",
-    "fa4": "flash_attention_4",
-}
 
 
 def load_config(
@@ -242,7 +235,7 @@ def attention_name(
     """Returns Hugging Face's name of the attention in its own layers; None for its choice. Raises
     UserError for one that cannot run."""
     if args.schedules:
-        return _default_attention(config)
+        return default_attention(config)
     return _hf_attention(args, device, config)
 
 
@@ -265,13 +258,13 @@ def _hf_attention(args: ModelArguments, device: torch.device, config: Any = None
     if backend == "auto" or args.class_type == "any" and backend in OUR_ATTENTION:
         # Not fa4: transformers 5.17 hands flash-attn-4 a tensor as max_seqlen for packed rows,
         # which it refuses.
-        return _default_attention(config)
+        return default_attention(config)
     if backend not in HF_ATTENTION:
         raise UserError(
             f"--attn_backend {backend} is for the schedule of --class_type custom; Hugging Face's "
             f"layers take {', '.join(HF_ATTENTION)} or auto"
         )
-    if backend == "sdpa" and config and not _has_sdpa(config):
+    if backend == "sdpa" and config and not has_sdpa(config):
         raise UserError(
             f"--attn_backend sdpa: transformers computes models of type {config.model_type!r} by "
             "eager alone, or by fa2; use auto"
@@ -285,16 +278,6 @@ def _hf_attention(args: ModelArguments, device: torch.device, config: Any = None
         if reason := flash4.why_not(device, size):
             raise UserError(f"--attn_backend fa4: flash-attn-4 {reason}; use sdpa")
     return HF_ATTENTION[backend]
-
-
-def _default_attention(config: PretrainedConfig | None) -> str | None:
-    """Hugging Face's own choice (None) of sdpa or eager, mended: before 5.23 it took sdpa for Gemma
-    2, which left the cap of scores out in silence."""
-    return None if config is None or _has_sdpa(config) else "eager"
-
-
-def _has_sdpa(config: PretrainedConfig) -> bool:
-    return getattr(class_of(config), "_supports_sdpa", True) and score_cap(config) is None
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

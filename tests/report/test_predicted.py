@@ -81,6 +81,10 @@ def rows_of(*documents: int, rows: int = 40) -> Dataset:
     return Dataset.from_dict({"position_ids": rows * [positions]})
 
 
+def unbroken(said: str) -> str:
+    return " ".join(said.split())
+
+
 def test_the_table_has_the_documents_and_the_data(capsys) -> None:
     found = foreseen(MACHINES["h100"])
     whole = found.planned.seconds.attention
@@ -118,7 +122,11 @@ def test_nothing_is_foreseen_without_a_gpu(capsys) -> None:
             {},
             "the plan knows several GPUs without an engine with exact states",
         ),
-        ({}, {"class_type": "liger"}, "only --class_type custom is; `longctx plan` knows liger"),
+        (
+            {},
+            {"class_type": "liger"},
+            "only --class_type custom and any are; `longctx plan` knows liger",
+        ),
         ({}, {"dtype": "float32"}, "only runs in bfloat16 are"),
         ({}, {"attn_backend": "math"}, "--attn_backend math was not measured on this GPU"),
         ({"machine": None}, {}, "the rates of this GPU are not known; `longctx doctor` measures"),
@@ -128,6 +136,25 @@ def test_why_nothing_is_foreseen_is_said(capsys, args, options, says) -> None:
     assert foreseen(**{"machine": MACHINES["h100"], **args}, **options) is None
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and f"nothing is predicted: {says}" in said
+
+
+def test_any_model_is_foreseen_by_its_measured_layers(monkeypatch, capsys) -> None:
+    """Whatever attention it has: a layer was measured with it. A CPU stands for the GPU here."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(predicted, "Subject", lambda config, args, _: Subject(config, args, cpu))
+    options = dict(preset="tiny", seq_len=256, class_type="any", attn_backend="eager")
+    found = foreseen(MACHINES["h100"], **options)
+    assert found.planned.seconds.layers > 0 and found.planned.unknown is None
+    found.show(rows_of(256))
+    assert "memory, not speed; a layer of each kind was run" in unbroken(capsys.readouterr().out)
+    assert found.planned.backend == "eager, the model's own"
+
+    def refuse(*_: object) -> None:
+        raise UserError("transformers has no class for models of type 'x'")
+
+    monkeypatch.setattr(predicted, "Subject", refuse)  # it may be code of the model's own
+    assert foreseen(MACHINES["h100"], **options) is None
+    assert "nothing is predicted: transformers has no class" in capsys.readouterr().out
 
 
 def test_what_cannot_fit_is_refused_with_what_would_fit(monkeypatch) -> None:

@@ -4,6 +4,7 @@ and the lines that say what runs."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from longctx.commands import train
 from longctx.errors import UserError
+from longctx.model.any_model import probe
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -84,6 +86,28 @@ def test_a_run_resumes(tmp_path) -> None:
     ends = (tmp_path / name / "final" for name in ("whole", "run"))
     whole, resumed = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in ends)
     assert all(torch.equal(resumed[name], x) for name, x in whole.items())
+
+
+def test_a_model_trains_whose_heads_differ_by_layer(tmp_path) -> None:
+    """transformers 5.23 has an error of its own for who asks Gemma 4 how large a head is."""
+    more = dict(global_head_dim=16, vocab_size_per_layer_input=8192)
+    flags = [*flags_of(tmp_path, "gemma4_text", **more), "--dtype", "bfloat16"]
+    found = losses(flags, tmp_path / "any", "--class_type", "any")
+    assert len(found) == 3 and found[-1] < found[0]
+
+
+def test_a_run_tries_attention_and_loss_once(tmp_path, monkeypatch) -> None:
+    """Though the packing of rows and the patch of the model want to know the same."""
+    tried: list[str] = []
+
+    def noted(name: str, look: Any) -> Any:
+        return lambda specimen: tried.append(name) or look(specimen)
+
+    for name in ("_why_other_states", "_compared"):
+        monkeypatch.setattr(probe, name, noted(name, getattr(probe, name)))
+    flags = flags_of(tmp_path, "olmo", hidden_size=48)  # nobody has asked for it
+    losses(flags, tmp_path / "any", "--class_type", "any")
+    assert sorted(tried) == ["_compared", "_why_other_states"]
 
 
 def test_what_is_refused(tmp_path, capsys) -> None:

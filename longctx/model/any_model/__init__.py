@@ -6,6 +6,7 @@
     masks.py       the documents and the window that a mask of transformers means
     loss.py        lm_head and cross-entropy in chunks, inside the model's own forward
     probe.py       our attention and our loss beside the model's own, on two short rows
+    measured.py    what a layer of each kind takes, forward and backward, at two lengths
     runtime.py     what a patched model carries: options, store, loss
 
 A model that longctx has a family for runs faster with the schedule: here a layer computes what

@@ -5,6 +5,7 @@ What cannot be ours stays the model's, and the line that `patch_any` returns say
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from longctx.errors import UserError
 from longctx.memory.store import ActivationStore
 from longctx.model.any_model.attention import NAMES
 from longctx.model.any_model.loss import AnyForward, any_forward
+from longctx.model.any_model.measured import measured_layers
 from longctx.model.any_model.probe import find_loss, why_no_head, why_not_our_attention
 from longctx.model.any_model.runtime import NAME, AnyRuntime, LossFactors, any_runtime_of
 from longctx.model.any_model.seam import attach_seam, detach_seam
@@ -35,11 +37,13 @@ def patch_any(model: PreTrainedModel, args: PatchOptions, device: torch.device) 
     kind, config = type(model), model.config
     name, why = any_attention(config, kind, args.attn_backend, device)
     loss, why_own = _loss_of(model, device)
-    runtime = AnyRuntime(args=args, store=ActivationStore(device, args.host_memory_gib), loss=loss)
+    store = ActivationStore(device, args.host_memory_gib)
+    runtime = AnyRuntime(args=args, store=store, loss=loss)
     layers = attach_seam(model, runtime)
     if name is not None:
         vars(model)[_BEFORE] = config._attn_implementation
         model.set_attn_implementation(name)
+    runtime.layers = partial(measured_layers, config, kind, config._attn_implementation)
     vars(model)[NAME], vars(model)[_HOOKS] = runtime, keep_documents_apart(model)
     model.forward = AnyForward(model, any_forward)
     attention = f"{config._attn_implementation} attention"

@@ -12,11 +12,12 @@ Gemma 4 E4B, which runs with all layers only (measured).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,37 @@ from longctx.model.narrow import narrowed
 from longctx.model.packed import with_short_windows
 from longctx.model.specimen import Found, Specimen, of_specimen, outline
 from longctx.options.model import PatchOptions
+
+Answer = TypeVar("Answer")
+_OF_A_FILE = frozenset(
+    "architectures dtype torch_dtype use_cache transformers_version _name_or_path "
+    "_attn_implementation".split()
+)
+"""What a configuration says that changes no answer: a model writes some of it there."""
+
+
+def remembered(ask: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Returns a function of a configuration, a class and what else there is, that asks once for
+    each of them: a plan, the packing of rows and the patch of a model want the same answers. What
+    raises an error is asked again."""
+    answers: dict[Any, Answer] = {}
+
+    @wraps(ask)
+    def answer(config: Any, kind: Any, *rest: Any) -> Answer:
+        said = json.dumps(_without_file(config.to_dict()), sort_keys=True, default=str)
+        key = said, kind, *(x.type if isinstance(x, torch.device) else x for x in rest)
+        if key not in answers:
+            answers[key] = ask(config, kind, *rest)
+        return answers[key]
+
+    return answer
+
+
+def _without_file(said: Any) -> Any:
+    if not isinstance(said, dict):
+        return said
+    return {str(name): _without_file(x) for name, x in said.items() if name not in _OF_A_FILE}
+
 
 ROWS, TOKENS = 2, 24
 """The rows of the batch on which attention is tried, and the tokens of each: more than the windows
@@ -43,6 +75,7 @@ tokens of ten must keep it, since a router may decide near ties otherwise. The r
 of Gemma 4 with random weights grows to 2.4e-4."""
 
 
+@remembered
 def why_not_our_attention(
     config: Any, kind: Any, own: str | None, device: torch.device
 ) -> str | None:
@@ -62,6 +95,7 @@ def why_not_our_attention(
         return _untried(error)
 
 
+@remembered
 def find_loss(config: Any, kind: Any, device: torch.device) -> tuple[LossFactors | None, str]:
     """Returns the factors with which our loss is that of models of a class, or None and why there
     are none, in a few words."""

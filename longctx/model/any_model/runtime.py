@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longctx.cost.dims import Measured
 from longctx.cost.kept import describe, uniform
-from longctx.cost.sizes import Batch
-from longctx.errors import UserError
+from longctx.cost.sizes import Batch, Sizes
+from longctx.errors import UserError, print_rank0
 from longctx.memory.ladder import Budget, Step, choose, host_bytes
 from longctx.memory.levels import pending_levels
 from longctx.memory.pending import Pending, pending_bytes
@@ -19,7 +20,7 @@ from longctx.memory.place import usable_bytes
 from longctx.memory.rates import gpu_rates
 from longctx.memory.store import ActivationStore, free_gpu_bytes
 from longctx.model.costs import StepTable
-from longctx.model.peers import peer_backend, peer_sizes
+from longctx.model.peers import as_measured, peer_backend, peer_sizes, trains_weights
 from longctx.model.runtime import NO_RATES
 from longctx.options.model import PatchOptions
 from longctx.options.task import TaskName, scored_tokens
@@ -59,10 +60,12 @@ class AnyRuntime:
     """Layers that ran as checkpoints in the forward that runs."""
     link_bytes: float | None = None
     """The rate of the link to the host, if processes have measured it together."""
+    layers: Callable[[torch.dtype, torch.device, bool], tuple[Measured, ...] | str] | None = None
+    """Measures what each layer takes (measured.py); None: they are counted as Llama's."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and saved with the model; memory and streams are made anew."""
-        return _remake, (self.args, self.store.device.type, self.loss)
+        return _remake, (self.args, self.store.device.type, self.loss, self.layers)
 
     def begin(self, model: Any, x: Tensor | None) -> None:
         """Makes room for the inputs of a batch's layers, in training. `x` are the batch's tokens,
@@ -112,6 +115,7 @@ class AnyRuntime:
         if device.type == "cuda":
             how = dtype, peer_backend(model), tokens, *sizes.scores
             rates = gpu_rates(device, *how, link_bytes=self.link_bytes)
+            sizes = self._measured(sizes, dtype)
         else:
             cut = next(iter(sizes.cuts(tokens)))
             given = uniform(StepTable.of(cut, batch).layers, "x", offload), cut
@@ -124,6 +128,17 @@ class AnyRuntime:
             offload=offload,
             given=given,
         )
+
+    def _measured(self, sizes: Sizes, dtype: torch.dtype) -> Sizes:
+        """Returns the sizes with what layers were measured to take. A line says if they cannot
+        be."""
+        if self.layers is None:
+            return sizes
+        found = self.layers(dtype, self.store.device, trains_weights(sizes))
+        if not isinstance(found, str):
+            return as_measured(sizes, found)
+        print_rank0(f"any: layers' memory is taken for that of Llama's of their width: {found}")
+        return sizes
 
     def describe(self) -> str:
         """Returns a line: where the inputs of layers wait for backward."""
@@ -145,6 +160,6 @@ def _pending(model: Any) -> Pending:
     return pending_bytes(model.parameters())
 
 
-def _remake(args: PatchOptions, device: str, loss: LossFactors | None) -> AnyRuntime:
+def _remake(args: PatchOptions, device: str, loss: LossFactors | None, layers: Any) -> AnyRuntime:
     store = ActivationStore(torch.device(device), args.host_memory_gib)
-    return AnyRuntime(args=args, store=store, loss=loss)
+    return AnyRuntime(args=args, store=store, loss=loss, layers=layers)

@@ -56,11 +56,9 @@ class Seam:
         if self._inside or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         self.runtime.checkpoints += 1
-        layer = _layer_of(function)
+        layer = layer_of(function)
         above = vars(layer).get(ABOVE) if layer is not None else None
-        function, args = _with_input_first(
-            partial(function, **kwargs) if kwargs else function, args
-        )
+        function, args = with_input_first(function, args, kwargs)
 
         def run(*args: Any) -> Any:
             with self._running():
@@ -134,7 +132,7 @@ def unpack(kept: Any) -> Tensor:
     return kept.fetch() if isinstance(kept, _Kept) else kept
 
 
-def _layer_of(function: Any) -> nn.Module | None:
+def layer_of(function: Any) -> nn.Module | None:
     """Returns the module whose forward a function of transformers runs; None for another one."""
     first: Any = None
     while isinstance(function, partial):
@@ -144,9 +142,12 @@ def _layer_of(function: Any) -> nn.Module | None:
     return owner if isinstance(owner, nn.Module) else None
 
 
-def _with_input_first(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+def with_input_first(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...]]:
     """Returns a function and its arguments with the layer's input as the first of them, if it came
     by keyword: inside the function it would stay on the GPU."""
+    function = partial(function, **kwargs) if kwargs else function
     given = function.keywords if isinstance(function, partial) else {}
     if args or not isinstance(given.get(HIDDEN), Tensor):
         return function, args
@@ -155,16 +156,13 @@ def _with_input_first(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[
     return (lambda x: inner(*before, **{HIDDEN: x}, **rest)), (given[HIDDEN],)
 
 
-def attach_seam(model: Any, runtime: AnyRuntime) -> int:
-    """Has every layer of a model ask for our checkpoint, whoever switches checkpointing on later,
-    and returns how many decoder layers there are. Raises UserError for a model without any."""
+def ask_for(model: Any, function: Callable[..., Any]) -> list[nn.Module]:
+    """Has every layer of a model ask `function` for its checkpoint, and returns the decoder's
+    layers. Raises UserError for a model without any."""
     layers = list(decoder_layers(model))
-    seam = Seam(runtime)
-    for i, layer in enumerate(layers):
-        vars(layer)[ABOVE] = len(layers) - 1 - i
     try:
         type(model)._set_gradient_checkpointing(
-            model, enable=True, gradient_checkpointing_func=seam
+            model, enable=True, gradient_checkpointing_func=function
         )
     except (ValueError, TypeError):
         layers = []
@@ -173,6 +171,16 @@ def attach_seam(model: Any, runtime: AnyRuntime) -> int:
             f"{type(model).__name__} has no layers that transformers could checkpoint: it trains "
             "with --class_type vanilla --gradient_checkpointing false alone"
         )
+    return layers
+
+
+def attach_seam(model: Any, runtime: AnyRuntime) -> int:
+    """Has every layer of a model ask for our checkpoint, whoever switches checkpointing on later,
+    and returns how many decoder layers there are. Raises UserError for a model without any."""
+    seam = Seam(runtime)
+    layers = ask_for(model, seam)
+    for i, layer in enumerate(layers):
+        vars(layer)[ABOVE] = len(layers) - 1 - i
     vars(model)["_set_gradient_checkpointing"] = partial(_set, model, seam)
     return len(layers)
 
