@@ -11,6 +11,9 @@
     d_gate = d_product up a'       a' = s (1 + gate (1 - s) z'), with z' = 1 for silu; 2 s for
     d_up   = d_product y           relu2; s (1 - s) for sigmoid
 
+The gate may have a factor c, as Falcon-H1's: c gate stands in its place, and d_gate is c times that
+of c gate.
+
 gelu is the approximation by tanh, since (1 + tanh(z / 2)) / 2 = sigmoid(z). Beyond 100, where s is
 0 or 1 in fp32, z is that of 100, so that nothing overflows but the square of relu2 itself.
 
@@ -52,9 +55,11 @@ def swiglu_reference(
     gate: Tensor,  # (..., F)
     up: Tensor | None = None,  # (..., F)
     activation: Activation = "silu",
+    gate_scale: float = 1.0,
 ) -> Tensor:  # (..., F)
     """The product of the equations above in plain torch, rounded once; differentiable."""
     wide = gate if gate.dtype == torch.float64 else gate.float()
+    wide = wide if gate_scale == 1.0 else wide * gate_scale
     if activation == "relu2":
         y = wide.relu().square()
     elif activation == "gelu_tanh":
@@ -88,20 +93,22 @@ def _backward_reference_(
     up: Tensor | None,  # (T, F)
     product: Tensor | None,  # (T, F)
     activation: Activation,
+    gate_scale: float,
 ) -> None:
     g, d = gate.float(), d_product.float()
+    g = g if gate_scale == 1.0 else g * gate_scale
     y, s, slope = _activated_reference(g, activation)
     # All results are computed before the first write: `.float()` does not copy fp32 tensors, so g,
     # u and d can be the caller's own memory, and product may alias d_product.
     if up is None:
         d_gate = d * (s * slope)
         # As forward gave it: g * s may differ from torch's gelu in the last digit.
-        made = swiglu_reference(gate, None, activation)
+        made = swiglu_reference(gate, None, activation, gate_scale)
     else:
         u = up.float()
         d_gate, d_up, made = d * u * s * slope, d * y, y * u
         up.copy_(d_up)
-    gate.copy_(d_gate)
+    gate.copy_(d_gate if gate_scale == 1.0 else d_gate * gate_scale)
     if product is not None:
         product.copy_(made)
 
@@ -141,6 +148,7 @@ def _forward_kernel(
     stride_out,
     HAS_UP: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GATE_SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -150,6 +158,8 @@ def _forward_kernel(
     offs = (tl.program_id(0) % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)[None, :]  # (1, BLOCK)
     mask = (row < T) & (offs < F)
     gate = tl.load(gate_ptr + row * stride_gate + offs, mask=mask, other=0.0).to(tl.float32)
+    if GATE_SCALE != 1.0:
+        gate *= GATE_SCALE
     product, _, _ = _activated(gate, ACTIVATION)
     if HAS_UP:
         product *= tl.load(up_ptr + row * stride_up + offs, mask=mask, other=0.0).to(tl.float32)
@@ -173,6 +183,7 @@ def _backward_kernel(
     HAS_UP: tl.constexpr,
     HAS_PRODUCT: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GATE_SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -184,6 +195,8 @@ def _backward_kernel(
     gate_ptrs = gate_ptr + row * stride_gate + offs
     up_ptrs = up_ptr + row * stride_up + offs
     gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if GATE_SCALE != 1.0:
+        gate *= GATE_SCALE
     if HAS_UP:
         up = tl.load(up_ptrs, mask=mask, other=0.0).to(tl.float32)
     d_product = tl.load(d_product_ptr + row * stride_d_product + offs, mask=mask, other=0.0)
@@ -193,6 +206,8 @@ def _backward_kernel(
         product, d_gate = y * up, d_product * up * s * slope
     else:
         product, d_gate = y, d_product * (s * slope)
+    if GATE_SCALE != 1.0:
+        d_gate *= GATE_SCALE
     if HAS_PRODUCT:
         tl.store(product_ptr + row * stride_product + offs, round_to(product, dtype), mask=mask)
     tl.store(gate_ptrs, round_to(d_gate, dtype), mask=mask)
@@ -217,15 +232,16 @@ def swiglu_forward(
     *,
     out: Tensor | None = None,  # (..., F), may alias gate or up
     activation: Activation = "silu",
+    gate_scale: float = 1.0,
 ) -> Tensor:  # (..., F)
-    """activation(gate) * up, or activation(gate) alone. Not differentiable by autograd.
+    """activation(gate_scale * gate) * up, or without `up`. Not differentiable by autograd.
 
     Raises ValueError for a wrong name, shape, dtype, device or layout.
     """
     _check(gate, activation, up=up, out=out)
     out = gate.new_empty(gate.shape) if out is None else out
     if not runs_kernel(gate, up, out):
-        return out.copy_(swiglu_reference(gate, up, activation))
+        return out.copy_(swiglu_reference(gate, up, activation, gate_scale))
     g, o = as_rows("gate", gate), as_rows("out", out)
     # The kernel wants a pointer, but does not read it: HAS_UP is False.
     u = g if up is None else as_rows("up", up)
@@ -247,6 +263,7 @@ def swiglu_forward(
                 o.stride(0),
                 HAS_UP=up is not None,
                 ACTIVATION=activation,
+                GATE_SCALE=gate_scale,
                 ROWS=config.rows,
                 BLOCK=config.block,
                 num_warps=config.num_warps,
@@ -261,6 +278,7 @@ def swiglu_backward_(
     *,
     product: Tensor | None = None,  # (..., F), may alias d_product
     activation: Activation = "silu",
+    gate_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
     """(d_gate, d_up), written over gate and up; `product`, if given, receives what forward gave.
 
@@ -272,7 +290,7 @@ def swiglu_backward_(
     p = d if product is None else as_rows("product", product)
     if not runs_kernel(d_product, gate, up, product):
         wanted = None if product is None else p
-        _backward_reference_(d, g, None if up is None else u, wanted, activation)
+        _backward_reference_(d, g, None if up is None else u, wanted, activation, gate_scale)
         return gate, up
     T, F = g.shape
 
@@ -295,6 +313,7 @@ def swiglu_backward_(
                 HAS_UP=up is not None,
                 HAS_PRODUCT=product is not None,
                 ACTIVATION=activation,
+                GATE_SCALE=gate_scale,
                 ROWS=config.rows,
                 BLOCK=config.block,
                 num_warps=config.num_warps,

@@ -266,6 +266,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         _MAMBA | _GRANITE_MOE | dict(intermediate_size=48, shared_intermediate_size=72),
     ),
+    "falcon_h1": (
+        "falcon_h1",
+        dict(mamba_d_ssm=96, mamba_n_heads=6, mamba_d_state=16, mamba_chunk_size=16)
+        | dict(mamba_n_groups=2, eos_token_id=None, head_dim=32)
+        | dict(embedding_multiplier=5.0, lm_head_multiplier=0.4, key_multiplier=0.6)
+        | dict(attention_in_multiplier=1.4, attention_out_multiplier=0.7)
+        | dict(ssm_in_multiplier=1.3, ssm_out_multiplier=0.45, mlp_multipliers=[0.55, 1.7])
+        | dict(ssm_multipliers=[0.8, 1.2, 0.6, 1.5, 0.9]),
+    ),
+    "falcon_h1-biases": (
+        "falcon_h1",
+        dict(mamba_d_ssm=None, mamba_expand=1, mamba_n_heads=8, mamba_d_state=8)
+        | dict(mamba_chunk_size=16, mamba_rms_norm=True, mamba_norm_before_gate=False)
+        | dict(attention_bias=True, mlp_bias=True, projectors_bias=True, eos_token_id=None)
+        | dict(key_multiplier=1.6, attention_out_multiplier=0.7, ssm_out_multiplier=1.3)
+        | dict(mlp_multipliers=[1.7, 0.6], lm_head_multiplier=2.5),
+    ),
     "phi3": ("phi3", {}),
     "phi3-windows": ("phi3", dict(sliding_window=WINDOW)),
     "phi3-longrope": (
@@ -285,6 +302,8 @@ MIXERS = [
     "nemotron_h",
     "granitemoehybrid",
     "granitemoehybrid-experts",
+    "falcon_h1",
+    "falcon_h1-biases",
 ]
 """Those with mixers, whose vanilla forward joins the documents of a packed row."""
 DECAYS = ("A_log", "dt_bias", "in_proj_a.weight", "a_proj.weight")
@@ -354,7 +373,8 @@ def _one_by_one(forward: Callable[..., Tensor], rows: list[list[int]]) -> Callab
         if not rows:
             return forward(hidden_states, **kwargs)
         parts = [
-            torch.cat([forward(x[None], **kwargs) for x in row.split(lengths)], 1)
+            # transformers 5.17's Falcon-H1 gives (1, D) for a document of one token.
+            torch.cat([forward(x[None], **kwargs).view_as(x[None]) for x in row.split(lengths)], 1)
             for row, lengths in zip(hidden_states, rows, strict=True)
         ]
         return torch.cat(parts)

@@ -90,7 +90,7 @@ class LayerKind:
     kv_heads: int  # K
     head_dim: int  # d
     mixer: Mixed | None = None
-    """The mixer that stands in the place of attention."""
+    """The mixer that stands in the place of attention, or beside it."""
     window: int | None = None
     """The window of attention; None: a token attends to all before it."""
     qk_norms: bool = False

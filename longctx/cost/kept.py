@@ -13,7 +13,7 @@
 (**) only in layers with such norms; there h is what the norm after attention reads.
 
 A mixer in the place of attention keeps what it gives as o, with the states with which its segments
-begin, and no h: h is a sum of x and o then.
+begin, and no h: h is a sum of x and o then. With a mixer beside attention, o is what both keep.
 
 Layers whose MLP stands beside attention keep no h, which nothing reads in their backward. An MLP
 without a gate keeps up alone under the name "gate up".

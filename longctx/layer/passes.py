@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -34,6 +34,8 @@ class Traits:
 
     scale: float
     """Multiplies attention's scores before the softmax."""
+    score_factor: float = 1.0
+    """Multiplies them, too: the factors of q and of k together."""
     window: int | None = None
     """A token attends to itself and the window - 1 tokens before it; None: to all before it."""
     rope: str | None = "all"
@@ -44,20 +46,33 @@ class Traits:
     """The norms of q and k come after RoPE."""
     activation: str = "silu"
     """The activation of the MLP (kernels/swiglu.py): of its gate, or of `up` without a gate."""
+    gate_scale: float = 1.0
+    """Multiplies the MLP's gate before its activation."""
     blocks: Blocks = IN_TURN
     """The parts of its one or two residual blocks, by their names in parts/table.py. Parts of one
-    block stand side by side: the second one reads the norm of the first, and both are added to
-    x."""
+    block stand side by side: all read the norm of the first, and all are added to x."""
     residual: float = 1.0
-    """Multiplies the outputs of attention and of the MLP before they are added."""
+    """Multiplies the outputs of all parts before they are added."""
+    factors: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Multiply the outputs of single parts, by their names, where such factors differ."""
     router: Router | None = None
     """How experts are chosen, where a layer has some."""
     experts: ExpertLayout = PLAIN
     """How their weights lie."""
 
+    def factor(self, part: str) -> float:
+        """Returns what multiplies the output of a part before it is added."""
+        return self.residual * self.factors.get(part, 1.0)
+
+    @property
+    def scales(self) -> bool:
+        """Whether the output of any part is multiplied."""
+        return any(self.factor(part) != 1.0 for block in self.blocks for part in block)
+
     @property
     def parallel(self) -> bool:
-        return any(len(block) > 1 for block in self.blocks)
+        """Whether the part over tiles stands beside the one over the row, and reads its norm."""
+        return len(self.blocks) == 1 and len(self.blocks[0]) > 1
 
     @property
     def between(self) -> bool:

@@ -13,7 +13,7 @@ rope, a factor r of both sums (h = x + r o Wo'), norms of q and k, a gate of o, 
 parts, an MLP without a gate or beside attention (it reads n1, and y = h + its output), and
 parameters that hold several of these weights. Any of the seven weights may have an adapter. In
 hybrid models a module of the model's own, as Gated DeltaNet, stands in the place of attention
-(parts/mixer.py).
+(parts/mixer.py), or beside it (parts/beside.py).
 No gradient is computed for frozen weights, and dx only where a parameter below is trained.
 
 Token-wise work runs in tiles of the sequence and attention in head groups, so that gate, up and q,
@@ -195,7 +195,7 @@ class _ScheduledLayer(torch.autograd.Function):
         wants_dx, wants_features, *_ = needs = ctx.needs_input_grad
         d_features = dy[where].to(features.dtype) if wants_features else None  # dy changes below
         wanted = [name for name, needed in zip(names, needs[-len(names) :], strict=True) if needed]
-        scaled = s.traits[ctx.layer].residual != 1.0
+        scaled = s.traits[ctx.layer].scales
         grads = Gradients(w, wanted, len(tiles) + scaled)
         dx = dy.contiguous()  # overwritten: the layer above made dy for this layer only
         given: Any = dict(weights=w, saved=ctx.saved, mixes=ctx.mixes)
@@ -259,7 +259,7 @@ def scheduled_layer(
     `adapters` has the settings of each adapter in `parameters`, by the name of what it adapts.
     `bring` is called in backward before the layer runs forward again, if the weights may be away.
     `added` is added to what the layer returns, and its features get a gradient.
-    `mixes` is the module that the layer has in the place of attention, if it has one.
+    `mixes` is the module that the layer has in the place of attention or beside it, if it has one.
     Backward raises RuntimeError if x was modified in place after forward.
     """
     above = layers_above if torch.is_grad_enabled() else None  # without backward nothing is kept

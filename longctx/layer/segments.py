@@ -142,8 +142,9 @@ def _batches(documents: Sequence[slice], most: int) -> Iterator[tuple[slice, ...
 
 def _segment(rows: tuple[slice, ...], begins: int | None, documents: Documents) -> Segment:
     lengths = [row.stop - row.start for row in rows]
-    # A row of one token that begins with a state would be taken for one that is generated.
-    length = max(2 if begins is not None else 1, *lengths)
+    # A row of one token would be taken for one that is generated, if it begins with a state, and
+    # Falcon-H1's norm in transformers 5.17 takes its dimension away.
+    length = max(2, *lengths)
     places = None
     if len(rows) > 1 or length > lengths[0]:
         of_rows = [torch.arange(n) for n in lengths]

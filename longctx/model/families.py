@@ -364,8 +364,8 @@ def rotary_embeddings(base: Any) -> dict[str, tuple[Tensor, float]]:
 
 def mixes(config: PretrainedConfig) -> bool:
     """Whether some layer of a known family has a mixer."""
-    by_layer = known_family(config).by_layer
-    return any("mixer" in by_layer(config, i) for i in range(config.num_hidden_layers))
+    family = known_family(config)
+    return any(family.of_layer(config, i).mixer for i in range(config.num_hidden_layers))
 
 
 def windows(config: PretrainedConfig) -> list[int | None]:

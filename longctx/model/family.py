@@ -130,8 +130,8 @@ class Family:
     attention: str = "self_attn"
     """The path of attention."""
     mixer: str = ""
-    """The path of the module that a layer has in the place of attention and that runs as it is
-    (layer/parts/mixer.py); empty without one."""
+    """The path of the module that a layer has in the place of attention or beside it, and that runs
+    as it is (layer/parts/mixer.py); empty without one."""
     mixer_class: str = ""
     """The rest of the name of its class."""
     mixer_cache: str = "cache_params"
@@ -139,6 +139,9 @@ class Family:
     mixer_package: str = "fla"
     """The package whose kernels transformers takes for it, if it is there; empty where its own code
     is as fast."""
+    mixer_graph: float = 0.0
+    """What autograd saves of a token in transformers' own code, where this is more than of other
+    mixers with this package, in elements for each column of its linear layers (mixers.py)."""
     mixer_norm: str = ""
     """The path in it of an RMSNorm that ends with the SiLU of a gate (kernels/gated_norm.py)."""
     mixer_state: Callable[[Any], tuple[int, int]] = field(default=lambda config: (0, 0))
@@ -189,6 +192,9 @@ class Family:
     """Returns the window of a layer, from the configuration and the layer's index."""
     traits: Callable[[Any, int], dict[str, Any]] = field(default=lambda config, layer: {})
     """Returns the other fields of `Traits` that differ from Llama's."""
+    factors: Callable[[Any], dict[str, float]] = field(default=lambda config: {})
+    """Returns the factors that modules of a layer multiply by, from the configuration, by the paths
+    of their attributes in a layer. `traits` says what they do."""
     by_layer: Callable[[Any, int], dict[str, Any]] = field(default=lambda config, layer: {})
     """Returns those of these fields that differ in a layer: the paths of its modules, their
     classes, the width of its MLP."""
@@ -221,10 +227,12 @@ class Family:
 
     @property
     def blocks(self) -> Blocks:
-        """The blocks of a layer that has these modules, one part each."""
-        row = "mixer" if self.mixer else "attention" if self.attends else ""
+        """The blocks of a layer that has these modules: attention and a mixer stand side by side,
+        and an MLP follows."""
+        has = {"attention": self.attends, "mixer": bool(self.mixer)}
+        row = tuple(part for part, there in has.items() if there)
         tiles = "experts" if self.stacks else "mlp" if "down" in self.linears else ""
-        return tuple((part,) for part in (row, tiles) if part)
+        return tuple(block for block in (row, (tiles,) if tiles else ()) if block)
 
     @property
     def balances(self) -> bool:

@@ -1,5 +1,5 @@
-"""The families that have mixers in the place of attention in some layers (families.py has the
-others). A mixer runs as transformers has it (layer/parts/mixer.py).
+"""The families that have mixers in the place of attention in some layers, or beside it
+(families.py has the others). A mixer runs as transformers has it (layer/parts/mixer.py).
 
     qwen3_5_text                           Gated DeltaNet; attention has a gate of its output
     qwen3_next  qwen3_5_moe_text           the same with experts, and one that is shared; the text
@@ -13,6 +13,8 @@ others). A mixer runs as transformers has it (layer/parts/mixer.py).
                                            models with experts run Hugging Face's layers
     granitemoehybrid                       Mamba 2 and Granite's four scalars, RoPE or none; an MLP,
                                            or experts and one that is shared
+    falcon_h1                              Mamba 2 and attention side by side in each layer, and an
+                                           MLP; a factor of nearly everything
 """
 
 from __future__ import annotations
@@ -191,6 +193,36 @@ def _of_granite(config: Any, layer: int) -> dict[str, Any]:
     return _GRANITE_DENSE_MIXED if _is_mixed(config, layer) else _GRANITE_DENSE
 
 
+def _falcon_traits(config: Any, layer: int) -> dict[str, Any]:
+    """Attention multiplies what it reads by a, and its keys by b: scores of what q and k's
+    projections give without either have the factor a^2 b, and its output a. The mixer multiplies
+    what it reads itself."""
+    a, b = config.attention_in_multiplier, config.key_multiplier
+    gate, down = config.mlp_multipliers
+    return dict(
+        score_factor=a**2 * b,
+        gate_scale=gate,
+        factors={
+            "attention": a * config.attention_out_multiplier,
+            "mixer": config.ssm_out_multiplier,
+            "mlp": down,
+        },
+    )
+
+
+def _falcon_factors(config: Any) -> dict[str, float]:
+    """Biases of q, k and v would not have the factor a, so that models with both are declined."""
+    gate, down = config.mlp_multipliers
+    return {
+        "attention_in_multiplier": 1.0 if config.attention_bias else config.attention_in_multiplier,
+        "attn_out_multiplier": config.attention_out_multiplier,
+        "ssm_out_multiplier": config.ssm_out_multiplier,
+        "self_attn.key_multiplier": config.key_multiplier,
+        "feed_forward.gate_multiplier": gate,
+        "feed_forward.down_multiplier": down,
+    }
+
+
 _QWEN3_NEXT: dict[str, Any] = dict(norm=ONE_PLUS, norms=NORMS | OF_Q_AND_K, output_gate=True)
 _QWEN3_5 = _QWEN3_NEXT | dict(base="TextModel", rotary="TextRotaryEmbedding", position_rows=4)
 
@@ -266,5 +298,25 @@ HYBRIDS: tuple[Family, ...] = (
         output="MoeModelOutputWithPast",
         masks_by_position=False,
         by_layer=_of_granite,
+    ),
+    Family(
+        kind="falcon_h1",
+        prefix="FalconH1",
+        last_norm="final_layernorm",
+        modules={"self_attn": "Attention", "feed_forward": "MLP"},
+        linears=QKV
+        | {"o": OUT["o"]}
+        | {name: f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+        norms={"norm1": "input_layernorm", "norm2": "pre_ff_layernorm"},
+        activation="feed_forward.act_fn",
+        mixer="mamba",
+        mixer_class="Mixer",
+        mixer_package="mamba_ssm",
+        mixer_graph=31.5,  # of the 1.5B model, whose 48 heads have states of 256; 18.2 of the 7B
+        mixer_state=_mamba_state,
+        embedding_multiplier=lambda base: base.embedding_multiplier,
+        logits_scaling=lambda model: 1 / model.model.lm_head_multiplier,
+        traits=_falcon_traits,
+        factors=_falcon_factors,
     ),
 )

@@ -155,8 +155,9 @@ def graph_of(family: Family) -> float:
     """Returns what the graph of a family's mixers holds, with the kernels that are installed here,
     in elements of `Mixed.columns`."""
     name = family.mixer_package
-    found = WITH_KERNELS if name and installed(name) else IN_TORCH
-    return found[name]
+    if name and installed(name):
+        return WITH_KERNELS[name]
+    return max(IN_TORCH[name], family.mixer_graph)
 
 
 def why_slow(base: Any, device: torch.device) -> str | None:

@@ -262,6 +262,7 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
         yield from _other_experts(family, parts, traits[i], where)
         if family.mixer:
             yield from _other_mixer(layer, family, where)
+        yield from _other_factors(family, layer, config, where)
         if vars(layer).get("residual_multiplier", 1.0) != traits[i].residual:
             yield f"a residual multiplier of its own in {where}"
         kind = vars(layer).get("block_type")
@@ -377,6 +378,14 @@ def _other_parameters(
     for name in family.fused:
         if look(parts[name], "bias") is not None:
             yield f"a bias of {name} in {where}"
+
+
+def _other_factors(family: Family, layer: Any, config: Any, where: str) -> Iterator[str]:
+    for path, factor in family.factors(config).items():
+        owner, _, name = path.rpartition(".")
+        found = getattr(part_of(layer, owner) if owner else layer, name)
+        if found != factor:
+            yield f"{path} {found:g}, where the schedule has {factor:g}, in {where}"
 
 
 def _other_experts(

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 from paths import PYTHONPATH
 
-ACTIVATED = (("swiglu", "silu", True), ("geglu", "gelu_tanh", True))
-ACTIVATED += (("output_gate", "sigmoid", True),)
-ACTIVATED += (("relu2", "relu2", False), ("gelu_tanh", "gelu_tanh", False))
+ACTIVATED = (("swiglu", "silu", True, 1.0), ("geglu", "gelu_tanh", True, 1.0))
+ACTIVATED += (("scaled_swiglu", "silu", True, 0.7), ("output_gate", "sigmoid", True, 1.0))
+ACTIVATED += (("relu2", "relu2", False, 1.0), ("gelu_tanh", "gelu_tanh", False, 1.0))
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # what one program may have
 TARGETS = {"bf16": (80, 90), "fp32": (80,)}
 """The architectures for which a kernel in a dtype is compiled."""
@@ -139,14 +139,14 @@ def _cases():
         sizes = {"T": 131072, "F": 14336, "blocks_per_row": 7, "ROWS": c.rows, "BLOCK": c.block}
         arguments = {f"{n}_ptr": p for n in ("gate", "up", "out")} | sizes
         arguments |= {f"stride_{n}": 14336 for n in ("gate", "up", "out")}
-        for name, kind, gated in ACTIVATED:
-            how = {"HAS_UP": gated, "ACTIVATION": kind}
+        for name, kind, gated, scaled in ACTIVATED:
+            how = {"HAS_UP": gated, "ACTIVATION": kind, "GATE_SCALE": scaled}
             yield f"{name}_forward", swiglu._forward_kernel, t, arguments | how, c
         names = ("d_product", "gate", "up", "product")
         arguments = {f"{n}_ptr": p for n in names} | sizes | {"HAS_PRODUCT": True}
         arguments |= {f"stride_{n}": 14336 for n in names}
-        for name, kind, gated in ACTIVATED:
-            how = {"HAS_UP": gated, "ACTIVATION": kind}
+        for name, kind, gated, scaled in ACTIVATED:
+            how = {"HAS_UP": gated, "ACTIVATION": kind, "GATE_SCALE": scaled}
             yield f"{name}_backward", swiglu._backward_kernel, t, arguments | how, c
 
         arguments = {
@@ -428,7 +428,7 @@ def test_every_kernel_compiles_for_both_architectures(reports):
         "rope_tables",
         "layer_norm_forward",
         "layer_norm_backward",
-        *(f"{name}_{way}" for name, _, _ in ACTIVATED for way in ("forward", "backward")),
+        *(f"{name}_{way}" for name, *_ in ACTIVATED for way in ("forward", "backward")),
         "cross_entropy",
         "cross_entropy_rows",
         "cross_entropy_gradient",

@@ -88,6 +88,31 @@ def test_plain_torch_on_the_cpu(dtype, op, hf, reference_kernels):
         assert_exact(name, our, naive, truth)
 
 
+@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
+@pytest.mark.parametrize("has_up", [True, False])
+def test_a_factor_of_the_gate(has_up, plain, dtype, request):
+    """As Falcon-H1 has one, with `up` and without."""
+    if plain:
+        request.getfixturevalue("reference_kernels")
+    c = 0.37
+
+    def hf(gate: Tensor, up: Tensor) -> Tensor:
+        return torch.nn.functional.silu(gate * c) * (up if has_up else torch.ones_like(up))
+
+    gate, up, d = _inputs(3, 200, dtype=dtype)
+    truths, naives = _run(hf, gate.double(), up.double(), d.double()), _run(hf, gate, up, d)
+    given = up.clone() if has_up else None
+    product, d_gate = swiglu_forward(gate, given, gate_scale=c), gate.clone()
+    again = torch.full_like(d, float("nan"))
+    swiglu_backward_(d, d_gate, given, product=again, gate_scale=c)
+    assert_exact("product again", again, naives[0], truths[0])
+    names, found = ("product", "d_gate", "d_up"), (product, d_gate, given)
+    for name, our, naive, truth in zip(names, found, naives, truths, strict=True):
+        if our is not None:
+            assert_exact(name, our, naive, truth)
+
+
 @pytest.mark.parametrize("op", [swiglu, geglu])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gates_of_any_size(dtype, op):

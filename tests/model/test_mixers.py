@@ -126,9 +126,10 @@ def test_no_state_is_overwritten_while_a_segment_needs_it() -> None:
     assert [name for name in grads if not torch.equal(grads[name], others[name])] == []
 
 
-def test_layers_run_forward_again(monkeypatch) -> None:
+@pytest.mark.parametrize("family", ["olmo_hybrid", "falcon_h1"])
+def test_layers_run_forward_again(family) -> None:
     """Of three layers the lowest alone keeps its input."""
-    _, ours = pair("olmo_hybrid")
+    _, ours = pair(family)
     inputs = batch(ROWS["packed"])
     loss, grads = gradients(ours, inputs)
     grads = {name: grad.clone() for name, grad in grads.items()}
@@ -139,10 +140,12 @@ def test_layers_run_forward_again(monkeypatch) -> None:
     assert torch.equal(loss, again) and all(torch.equal(found[n], grads[n]) for n in grads)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_in_bf16_the_median_error_is_theirs(autocast) -> None:
+@pytest.mark.parametrize(
+    ("family", "autocast"), [("olmo_hybrid", False), ("olmo_hybrid", True), ("falcon_h1", True)]
+)
+def test_in_bf16_the_median_error_is_theirs(family, autocast) -> None:
     dtype = torch.float32 if autocast else torch.bfloat16
-    theirs, ours = pair("olmo_hybrid", dtype, tile_tokens=31)
+    theirs, ours = pair(family, dtype, tile_tokens=31)
     truth = apart(truth_of(ours_unpatched(theirs), torch.bfloat16))
     ratios: dict[str, list[float]] = {}
     for seed in range(1, 13):
@@ -169,9 +172,10 @@ def ours_unpatched(theirs: Any) -> Any:
     return made
 
 
-def test_padding_is_left_out() -> None:
+@pytest.mark.parametrize("family", ["olmo_hybrid", "falcon_h1"])
+def test_padding_is_left_out(family) -> None:
     """Hugging Face's mixers want it on the left."""
-    theirs, ours = pair("olmo_hybrid")
+    theirs, ours = pair(family)
     inputs = batch([[48], [48]])
     mask = torch.ones(2, 48, dtype=torch.long)
     mask[1, :11] = 0
@@ -180,8 +184,11 @@ def test_padding_is_left_out() -> None:
     assert_equal(theirs, ours, inputs)
 
 
-@pytest.mark.parametrize("family", ["olmo_hybrid", "lfm2", "granitemoehybrid-experts"])
-def test_prompts_are_shared_by_their_states(family, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "count"),
+    {"olmo_hybrid": 2, "lfm2": 2, "granitemoehybrid-experts": 2, "falcon_h1": 3}.items(),
+)
+def test_prompts_are_shared_by_their_states(family, count, monkeypatch) -> None:
     monkeypatch.setattr(shared_prefixes, "LEAST_TOKENS", 64)
     theirs, ours = pair(family, share_prefixes=True)
     ids = torch.randint(211, (1, 90))
@@ -199,8 +206,9 @@ def test_prompts_are_shared_by_their_states(family, monkeypatch) -> None:
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(ModelsMixer, "__call__", counted)
         assert_equal(theirs, ours, inputs | {"use_cache": False})
-    # Two mixers, forward and backward: the prompt once, and some padding beside answers.
-    assert 4 * 168 <= sum(tokens) < 4 * 200 < inputs["input_ids"].shape[1] * 4
+    # Forward and backward: the prompt once, and some padding beside answers.
+    found = sum(tokens) / (2 * count)
+    assert 168 <= found < 200 < inputs["input_ids"].shape[1]
 
 
 # --- adapters --------------------------------------------------------------------------------
@@ -210,6 +218,7 @@ EVERY = {
     "lfm2": ["in_proj", "out_proj", "w1", "w2", "w3"],
     "nemotron_h": ["in_proj", "o_proj", "up_proj", "down_proj"],  # PEFT refuses Mamba's out_proj
     "granitemoehybrid-experts": ["in_proj", "out_proj", "o_proj", "input_linear", "output_linear"],
+    "falcon_h1": ["in_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],  # as for nemotron_h
 }
 """Linear layers of the mixers, of attention and of MLPs."""
 
@@ -229,6 +238,20 @@ def test_adapters_in_a_frozen_mixer(family, dora) -> None:
     trained = {name for name, p in ours.named_parameters() if p.requires_grad}
     assert all(any(f"{own}.lora_A" in name for name in trained) for own in targets)
     assert all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("family", ["olmo_hybrid", "falcon_h1"])
+def test_adapters_over_weights_in_nf4(family) -> None:
+    quantised = pytest.importorskip("test_quantised").quantised
+    theirs = ours_unpatched(pair(family)[0]).to(DEVICE)
+    quantised(theirs)
+    targets = [*EVERY[family], "q_proj", "k_proj", "v_proj"]
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    theirs = peft.get_peft_model(theirs, config)
+    ours = longctx.patch(copy.deepcopy(theirs), strict=True, tile_tokens=31, head_groups=2)
+    apart(theirs.get_base_model())
+    assert_equal(theirs, ours, batch(ROWS["packed"]))
 
 
 def test_dropout_of_adapters_in_a_mixer_repeats_itself() -> None:
@@ -303,7 +326,7 @@ def test_the_plan_of_hugging_faces_layers_is_unknown() -> None:
 # --- what it costs ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["olmo_hybrid", "nemotron_h"])
+@pytest.mark.parametrize("family", ["olmo_hybrid", "nemotron_h", "falcon_h1"])
 def test_the_table_has_every_product(family) -> None:
     """But for those of the recurrence and the convolution, which are counted by their bytes."""
     _, ours = pair(family, keep="o", tile_tokens=144, head_groups=1)
@@ -358,4 +381,5 @@ def test_copies_of_the_layer_below_come_up_across_kinds(monkeypatch) -> None:
     monkeypatch.setattr(ActivationStore, "load", loaded)
     gradients(ours, inputs)
     on_gpu, first, *below = coming  # nothing of the last layer is on the host
-    assert on_gpu == first == set() and all({"x", "o"} <= names for names in below), below
+    made = [names & {"o", "z"} for names in below]  # by attention, or by a mixer
+    assert on_gpu == first == set() and all("x" in names for names in below) and all(made), below

@@ -278,7 +278,7 @@ def family_strangers(model: Any, family: Family) -> Iterator[tuple[nn.Module, st
         yield parent, name, nn.Hardtanh(), f"{path}, a "
     if family.mixer:
         yield layer, family.mixer, nn.Hardtanh(), f"{family.mixer}, a "
-    else:
+    if family.attends:
         attention = part_of(layer, family.attention)
         where = f"model.layers.2.{family.attention}"
         yield attention, "attention_dropout", 0.1, f"attention dropout in {where}"
@@ -287,6 +287,9 @@ def family_strangers(model: Any, family: Family) -> Iterator[tuple[nn.Module, st
         yield attention, "is_causal", False, "attention to later tokens in model.layers.2"
     for path in family.norms.values():
         yield part_of(layer, path), family.norm.epsilon, 0.5, "epsilon"
+    for path, factor in family.factors(model.config).items():
+        path, _, name = path.rpartition(".")
+        yield part_of(layer, path) if path else layer, name, factor + 1, f"{name} {factor + 1:g}, "
 
 
 @pytest.mark.parametrize("kind", CAUSAL)
@@ -322,6 +325,8 @@ SEEN = {
         "is_attention_layer",
     ),
     *("residual_multiplier", "embedding_multiplier", "logit_scale", "vocab_size"),
+    *("attention_in_multiplier", "attn_out_multiplier", "ssm_out_multiplier"),  # _other_factors
+    *("key_multiplier", "gate_multiplier", "down_multiplier"),
     *("variance_epsilon", "eps", "weight", "bias", "inv_freq", "attention_scaling"),
     *("model", "lm_head", "loss_function", "layers", "norm", "embed_tokens", "rotary_emb"),
 }
@@ -375,6 +380,18 @@ def test_coheres_norms_of_q_and_k_run_hugging_faces_layers(scheduled, capsys) ->
         losses.append(model(**packed_batch()).loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-6) and not scheduled
     assert "model.layers.0.self_attn.q_norm, which" in capsys.readouterr().out
+
+
+def test_a_factor_of_what_biased_projections_read_is_a_stranger() -> None:
+    """It becomes one of scores and of attention's output, which a bias would not have."""
+    said = []
+    for attention_bias in (False, True):
+        how = dict(mamba_d_ssm=96, attention_bias=attention_bias)
+        model = family_model("falcon_h1", **how, attention_in_multiplier=1.5)
+        patch_as(model, PatchOptions(), CPU)
+        said.append(why_not_scheduled(model.model))
+    where = "where the schedule has 1, in model.layers.0"
+    assert said == [None, f"attention_in_multiplier 1.5, {where}"]
 
 
 def test_a_scale_of_logits_that_was_changed_on_the_model() -> None:

@@ -40,7 +40,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "final" / "model.safetensors")
 
 
-@pytest.mark.parametrize("family", ["olmo_hybrid", "nemotron_h", "mixtral"])
+@pytest.mark.parametrize("family", ["olmo_hybrid", "nemotron_h", "falcon_h1", "mixtral"])
 def test_states_on_the_host_and_a_resumed_run_end_with_the_same_bits(
     family, flags_of, tmp_path, capsys
 ) -> None:

@@ -117,6 +117,7 @@ def test_flash_attn_4_of_hugging_face_is_made_ready_too(class_type, monkeypatch)
         ("qwen1.5-moe-a2.7b", 14_315_784_192, "Qwen2MoeDecoderLayer"),
         ("glm-4.5-air", 106_852_245_504, "Glm4MoeDecoderLayer"),
         ("ernie-4.5-21b-a3b", 21_825_437_888, "Ernie4_5_MoeDecoderLayer"),
+        ("falcon-h1-0.5b", 521_411_104, "FalconH1DecoderLayer"),
         ("lfm2-1.2b", 1_170_340_608, "Lfm2DecoderLayer"),
         ("granite-4.0-h-tiny", 6_939_037_248, "GraniteMoeHybridDecoderLayer"),
         ("granite-4.0-h-small", 32_207_337_984, "GraniteMoeHybridDecoderLayer"),

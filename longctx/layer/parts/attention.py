@@ -71,6 +71,8 @@ class SelfAttention(OverRow):
 
     def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
         self._pass, self._schedule, self._o = p, p.schedule, p.weights["o"]
+        self._scale = p.traits.factor("attention")
+        self._score_scale = p.traits.scale * p.traits.score_factor
         self._kept = kept
         self._heads = HeadGroups(p, kept.get("rstd"))
         self._gate = OutputGate(p, self._heads) if p.traits.output_gate else None
@@ -121,7 +123,7 @@ class SelfAttention(OverRow):
             qkv = projected(group)
             o_group = o[:, group.q].unflatten(1, (-1, s.head_dim))
             pauses = s.attention.forward_in_turns(
-                *(qkv, s.documents, t.scale, o_group, lse[group.lse], s.window(t)),
+                *(qkv, s.documents, self._score_scale, o_group, lse[group.lse], s.window(t)),
                 self._sinks_of(group),
             )
             del qkv  # its memory may be freed while this group pauses
@@ -155,13 +157,14 @@ class SelfAttention(OverRow):
         return self._attended[0]
 
     @annotated("projections")
-    def output(self, x: Tensor, tile: slice) -> Tensor:
-        """Returns h of a tile, (t, D), and writes what forward keeps of it."""
+    def output(self, x: Tensor, tile: slice, onto: Tensor | None = None) -> Tensor:
+        """Returns h of a tile, (t, D), and writes what forward keeps of it. What attention gives is
+        added to `onto` (t, D) if given, else to x."""
         out = None if self.h is None else self.h[tile]
         if self._post.weight is not None:
             return self._normed(x, self._o(self._read(x, tile), tile, out=out), tile)
-        scale = self._pass.traits.residual
-        return self._o.added(x[tile], self._read(x, tile), tile, scale=scale, out=out)
+        onto = x[tile] if onto is None else onto
+        return self._o.added(onto, self._read(x, tile), tile, scale=self._scale, out=out)
 
     def _read(self, x: Tensor, tile: slice) -> Tensor:
         """Returns what o's projection reads of a tile, (t, H d)."""
@@ -198,7 +201,7 @@ class SelfAttention(OverRow):
         """Adds a tile's part, from dh (t, D), to the gradients of o's projection and of the norm
         that follows, which read z, `held`. Such a norm makes dz another tensor than dh, and
         `backward_` is left do (T, H d) instead, if it follows; so it is with a gate."""
-        z, o, scale = held, self.o, self._pass.traits.residual
+        z, o, scale = held, self.o, self._scale
         assert self._d_o is not None and self._x is not None
         assert z is not None or self._post.weight is None, "a layer of one block has no such norm"
         narrow = (dh if z is None else self._post.backward(dh, z)).to(self._schedule.dtype)
@@ -218,7 +221,7 @@ class SelfAttention(OverRow):
 
     def finish_output(self) -> None:
         assert self._d_o is not None
-        self._pass.grads.finish("o", self._d_o, self._pass.traits.residual)
+        self._pass.grads.finish("o", self._d_o, self._scale)
         self._post.finish()
 
     def reaches(self, wants_dx: bool) -> bool:
@@ -251,7 +254,7 @@ class SelfAttention(OverRow):
             do, dq, dk, dv = (x.unflatten(1, (-1, s.head_dim)) for x in grads)
             del grads
             pauses = s.attention.backward_in_turns(
-                *(do, ready, s.documents, t.scale, dq, lse[group.lse], s.window(t)),
+                *(do, ready, s.documents, self._score_scale, dq, lse[group.lse], s.window(t)),
                 self._sinks_of(group),
                 out=QKV(dq, dk, dv),
             )
@@ -278,7 +281,7 @@ class SelfAttention(OverRow):
 
     def _output_grad(self, dh: Tensor) -> Callable[[Group], Tensor]:
         """Returns what gives do (T, h d) of a group: of those that are held, or made from dh."""
-        s, w_o, scale = self._schedule, self._o, self._pass.traits.residual
+        s, w_o, scale = self._schedule, self._o, self._scale
         # Given up here, so that it is freed with the function that is returned.
         held, self._do = self._do, None
         if held is not None:

@@ -103,14 +103,15 @@ class Experts(OverTiles):
         z, places, weights = self._with_shared(n2, routed, tile)
         product = self._activated(self._made(n2, routed, tile))
         self._out(product, routed.slots.ends, out=z[: len(product)])
-        combine(z, places, weights=weights, onto=onto, scale=self._pass.traits.residual, out=out)
+        scale = self._pass.traits.factor("experts")
+        combine(z, places, weights=weights, onto=onto, scale=scale, out=out)
 
     def backward(
         self, dy: Tensor, h: Tensor, tile: slice, *, onto: Tensor | None = None, out: Tensor
     ) -> None:
         """Writes a tile's dh, added to `onto` if given, into `out` (t, D), which may be dy. Adds to
         the gradients of the router and of the experts."""
-        r, n2 = self._pass.traits.residual, self._normed(h)
+        r, n2 = self._pass.traits.factor("experts"), self._normed(h)
         narrow, ids = dy.to(self._pass.schedule.dtype), self._kept.get("ids")
         routed = self._routed(n2, self._given(tile) if ids is None else ids[tile])
         order, rows, places, ends = routed.slots

@@ -15,6 +15,8 @@ So there is never more than one segment's graph, whatever the row's length: by c
 of 26 for 262144 tokens of Qwen3.5-9B. Gradients of parameters are summed over segments in fp32 and
 rounded once. Without z, which the MLP's backward needs to make h again, forward runs once more.
 
+With attention beside it (beside.py), its backward leaves dn1 to that of attention.
+
 The letters are those of layer/__init__.py.
 """
 
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -61,16 +63,16 @@ class Mixes(Protocol):
 
 
 class Mixer(OverRow):
-    """The block in one pass. `kept` has z (T, D), under the name "o", and the states, if forward
-    keeps them. Without a second block, z is not kept: nothing reads it in backward."""
+    """The block in one pass. `kept` has z (T, D) and the states, together the keepable "o", if
+    forward keeps them. Without a second block, z is not kept: nothing reads it in backward."""
 
     def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
         assert p.mixes is not None
         self._pass, self._mixes, self._cut = p, p.mixes, p.schedule.segments
-        self._norm = Norm(p, "norm1")
+        self._norm, self._scale = Norm(p, "norm1"), p.traits.factor("mixer")
         self._parameters = p.weights.of_mixer
         self._kept_states = kept_states(self._cut)
-        self._z: Tensor | None = kept.get("o")  # (T, D)
+        self._z: Tensor | None = kept.get("z")  # (T, D)
         self._states = [kept[name] for name in _names(kept)]
         """All states with which segments begin, (segments, ...) each."""
 
@@ -86,7 +88,7 @@ class Mixer(OverRow):
         if self._pass.keeps("o"):
             assert self._z is not None
             states = {f"state{i}": state for i, state in enumerate(self._states)}
-            z = {"o": self._z} if self._pass.traits.between else {}
+            z = {"z": self._z} if self._pass.traits.between else {}
             self._pass.keep("o", {**z, **states}, whole=[*states])
 
     @annotated("mixer")
@@ -124,8 +126,8 @@ class Mixer(OverRow):
     def output(self, x: Tensor, tile: slice) -> Tensor:
         """Returns h of a tile, (t, D)."""
         assert self._z is not None
-        z, scale = self._z[tile], self._pass.traits.residual
-        return x[tile] + (z if scale == 1.0 else z * scale)
+        z = self._z[tile]
+        return x[tile] + (z if self._scale == 1.0 else z * self._scale)
 
     # --- backward --------------------------------------------------------------------------
 
@@ -141,28 +143,68 @@ class Mixer(OverRow):
     def output_backward(
         self, dh: Tensor, held: Tensor | None, tile: slice, *, goes_on: bool
     ) -> None:
-        self._pass.retire(tile, "o")  # z is read no more
+        self._pass.retire(tile, "z")  # it is read no more
 
     def reaches(self, wants_dx: bool) -> bool:
         return wants_dx or self._pass.grads.wanted("norm1", MIXER)
 
-    @annotated("mixer")
     def backward_(self, dh: Tensor, x: Tensor, dn: Tensor | None, wants_dx: bool) -> None:
+        tiles = self._pass.schedule.tiles(len(x))
+        lasts = _last_uses(tiles, self._cut)
+
+        def norm(i: int, segment: Segment, dn1: Tensor) -> None:
+            if wants_dx or self._norm.trained:
+                read, own = segment.read(x), segment.read(dh)
+                dn1 = segment.unbatch(dn1).to(x.dtype)
+                dn1 = dn1 if dn is None else dn1 + segment.read(dn)
+                self._norm.backward(dn1, read, onto=own, out=own)
+                if segment.places is not None:  # else it is a view of dh
+                    segment.write(dh, own)
+            # What the last segment leaves comes up when the layer below begins, so that the link
+            # stays free between two layers (memory/store.py). The states stay: a tile that is not
+            # needed any more says nothing of them.
+            for tile, last in zip(tiles, lasts, strict=True):
+                if i and last == i:
+                    self._pass.retire(tile, INPUT)
+
+        self._module_backward(dh, x, norm)
+        self._norm.finish()
+
+    def normed_grad(self, dh: Tensor, x: Tensor, dn: Tensor | None) -> Tensor:  # (T, D)
+        """Runs backward of the module without that of its norm, for a part beside it that reads n1,
+        too. Returns the gradient of n1, added to `dn` (T, D) if given, in the matmuls' dtype."""
+        made = torch.empty_like(x, dtype=self._pass.schedule.dtype)
+
+        def put(i: int, segment: Segment, dn1: Tensor) -> None:
+            dn1 = segment.unbatch(dn1).to(made.dtype)
+            segment.write(made, dn1 if dn is None else dn1 + segment.read(dn))
+
+        self._module_backward(dh, x, put)
+        return made
+
+    @annotated("mixer")
+    def _module_backward(
+        self,
+        dh: Tensor,  # (T, D)
+        x: Tensor,  # (T, D)
+        give: Callable[[int, Segment, Tensor], None],
+    ) -> None:
+        """Runs the module's backward and finishes its parameters' gradients. `give` gets dn1 of
+        each segment, (rows, t, D), the last one first."""
         grads, self._z = self._pass.grads, None
         sums = _Sums(grads.wants, self._parameters, len(self._cut))
         d_ends: dict[int, list[Tensor]] = {}
 
         def run(i: int, segment: Segment) -> None:
-            read = segment.read(x)
-            n1 = segment.batch(self._norm.forward(read)).requires_grad_()
+            n1 = segment.batch(self._norm.forward(segment.read(x))).requires_grad_()
             begin = [state.requires_grad_() for state in self._begin(segment)]
             d_end = d_ends.pop(i, None) or []
             with torch.enable_grad():
                 # A view: counters of FLOPs put hooks on a module's input, and torch allows none on
                 # leaves while a gradient is computed.
                 z, end = self._called(i, n1.view_as(n1), tuple(begin), sums.leaves)
-            own = segment.read(dh)
-            dz = own if (scale := self._pass.traits.residual) == 1.0 else own * scale
+            dz = segment.read(dh)
+            dz = dz if self._scale == 1.0 else dz * self._scale
             wanted = [n1, *begin, *sums.trained]
             d_out = [segment.batch(dz.to(z.dtype)), *d_end]
             made = [z, *end][: len(d_out)]  # nobody may begin with this segment's end
@@ -171,24 +213,10 @@ class Mixer(OverRow):
             if segment.begins is not None:
                 _add_to(d_ends, segment.begins, begin, d_begin)
             sums.add(of_parameters)
-            if wants_dx or self._norm.trained:
-                dn1 = segment.unbatch(dn1).to(x.dtype)
-                dn1 = dn1 if dn is None else dn1 + segment.read(dn)
-                self._norm.backward(dn1, read, onto=own, out=own)
-                if segment.places is not None:  # else it is a view of dh
-                    segment.write(dh, own)
+            give(i, segment, dn1)
 
-        tiles = self._pass.schedule.tiles(len(x))
-        lasts = _last_uses(tiles, self._cut)
         for i, segment in each("segment", reversed([*enumerate(self._cut)])):
             run(i, segment)
-            # What the last segment leaves comes up when the layer below begins, so that the link
-            # stays free between two layers (memory/store.py). The states stay: a tile that is not
-            # needed any more says nothing of them.
-            for tile, last in zip(tiles, lasts, strict=True):
-                if i and last == i:
-                    self._pass.retire(tile, INPUT)
-        self._norm.finish()
         for name, grad in sums.finish():
             grads.put(name, grad)
 
@@ -252,14 +280,15 @@ def _buffers(s: Sizes, mixed: Mixed, tokens: int) -> tuple[Buffer, ...]:
     graph, narrow = (rows * n * s.itemsize for n in (int(mixed.graph * mixed.columns), s.hidden))
     segmented = tokens > rows
 
-    def back(name: str, nbytes: int) -> Buffer:
-        return Buffer(name=name, nbytes=nbytes, during="mixer backward")
+    def back(name: str, nbytes: int, **how: Any) -> Buffer:
+        return Buffer(name=name, nbytes=nbytes, during="mixer backward", **how)
 
     return (
         Buffer(name="a mixer's segment", nbytes=graph // 2 + narrow, during="mixer forward"),
         back("dy", s.unit(tokens)),
         back("a mixer's graph", graph + 3 * narrow),
         back("a mixer's gradients", mixed.trained * (s.itemsize + 4 * segmented)),
+        back("its gradients", mixed.trained * s.itemsize, span="after"),
     )
 
 

@@ -3,7 +3,8 @@
     n2 = rms_norm(h)              y = h + r (silu(n2 Wg') * (n2 Wu')) Wd'     (T, F), (T, D)
 
 Where a norm follows, z is what the down projection gives and y = h + rms_norm(z). Another
-activation than silu may stand in its place; an MLP without a gate is act(n2 Wu') Wd'. The whole
+activation than silu may stand in its place, whose input may have a factor; an MLP without a gate is
+act(n2 Wu') Wd'. The whole
 block works on one tile of tokens, so that gate and up exist for one tile only. Backward:
 
     [recompute gate, up; z, where a norm follows, and dz = rms_norm'(z, dy)]
@@ -47,10 +48,13 @@ class MLP(OverTiles):
 
     norms = ("norm2", "post2")
     """The names of the norms before and after."""
+    part = "mlp"
+    """The part whose factor its output has (`Traits.factor`)."""
 
     def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
         gate, up, self._name, *_ = self.linears
         self._pass, self._down = p, p.weights[self._name]
+        self._scale = p.traits.factor(self.part)
         self._inner = p.weights.all_of(gate, up)
         self._norm, self._post = (Norm(p, name) for name in self.norms)
         self._kept = [kept[name] for name in self._inner if name in kept]
@@ -77,8 +81,7 @@ class MLP(OverTiles):
         made = self._made(n2, self._us(n2, tile), tile)
         product = self._activated(made, out=None if self._kept else made[0])
         if self._post.weight is None:
-            scale = self._pass.traits.residual
-            self._down.added(onto, product, tile, scale=scale, out=out)
+            self._down.added(onto, product, tile, scale=self._scale, out=out)
         else:
             z = self._down(product, tile, out=None if self._z is None else self._z[tile])
             torch.add(onto, self._post.forward(z), out=out)
@@ -108,7 +111,7 @@ class MLP(OverTiles):
         projection gives. Writes r <narrow, what it gives> of each token into `dots` if given."""
         v = self._down.inner_grad(narrow)
         # `product` is the activated one only after `_activated_backward_`; until then its gradient.
-        product = self._down.input_grad(narrow, v, tile, scale=self._pass.traits.residual)
+        product = self._down.input_grad(narrow, v, tile, scale=self._scale)
         if dots is not None:
             dots.copy_(slot_dots(product, self._activated(made)))
         self._activated_backward_(product, made)
@@ -128,7 +131,7 @@ class MLP(OverTiles):
 
     def finish(self) -> None:
         grads = self._pass.grads
-        grads.finish(self._name, self._d_down, self._pass.traits.residual)
+        grads.finish(self._name, self._d_down, self._scale)
         grads.finish_all(self._d_inner)
         self._norm.finish()
         self._post.finish()
@@ -150,13 +153,16 @@ class MLP(OverTiles):
         return [layer(n2, tile, out=room, u=u) for layer, room, u in layers]
 
     def _activated(self, made: list[Tensor], out: Tensor | None = None) -> Tensor:
-        how: Any = self._pass.traits.activation
-        return swiglu_forward(*made, out=out, activation=how)
+        return swiglu_forward(*made, out=out, **self._how)
 
     def _activated_backward_(self, product: Tensor, made: list[Tensor]) -> None:
         """Turns `made` into gradients, and `product`, its own gradient, into itself."""
-        how: Any = self._pass.traits.activation
-        swiglu_backward_(product, *made, product=product, activation=how)
+        swiglu_backward_(product, *made, product=product, **self._how)
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        traits = self._pass.traits
+        return dict(activation=traits.activation, gate_scale=traits.gate_scale)
 
     def _normed(self, h: Tensor) -> Tensor:
         return self._norm.forward(h).to(self._pass.schedule.dtype)

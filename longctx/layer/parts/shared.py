@@ -31,7 +31,7 @@ class SharedExpert(MLP):
 
     linears = ("shared_gate", "shared_up", "shared_down", "share")
     in_one = (InOne(("shared_gate", "shared_up"), lambda w: [len(w["shared_gate"]) // 2] * 2),)
-    norms = ("", "")
+    norms, part = ("", ""), "experts"
 
     def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
         super().__init__(p, kept)
