@@ -40,6 +40,7 @@ from threading import Condition
 from typing import Any
 
 import torch
+from transformers import GPT2Config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -138,6 +139,9 @@ class Inputs:
         (self.files / "chats.json").write_text(json.dumps([*chats]))
         (self.files / "texts.csv").write_text("\n".join(table))
         (self.files / "README.md").write_text("These are numbers.")
+        self.gpt2 = str(folder / "gpt2")
+        """The configuration of a model without a family."""
+        GPT2Config().save_pretrained(self.gpt2)
         self.base = str(folder / "base/final")
         """A whole model of published size, which the first case trains."""
         self.adapter = str(folder / "lora/final")
@@ -254,8 +258,14 @@ def _hybrids(inputs: Inputs) -> Iterator[Case]:
     for name, words in {"hybrid": (), "hybrid_lora": LORA}.items():
         command = (*TRAIN, *tiny, *words, *inputs.at(name))
         yield Case(name=name, commands=(command,), prints=(SCHEDULE,))
-    for preset in ("qwen3.5-9b", "lfm2-1.2b"):
-        words = ("--preset", preset, *"--seq_len 16384 --max_steps 2 --lora_r 16".split())
+    # Without mamba-ssm a Mamba 2 runs transformers' code in torch: for a shorter row.
+    for preset, tokens in {
+        "qwen3.5-9b": 16384,
+        "lfm2-1.2b": 16384,
+        "falcon-h1-0.5b": 4096,
+        "granite-4.0-h-tiny": 4096,
+    }.items():
+        words = f"--preset {preset} --seq_len {tokens} --max_steps 2 --lora_r 16".split()
         command = (*TRAIN, *words, *NO_SAVES, *BUDGET, *inputs.at(preset))
         yield Case(name=preset, commands=(command,), prints=(SCHEDULE,))
 
@@ -272,6 +282,9 @@ def _any_model(inputs: Inputs) -> Iterator[Case]:
     for name, more in runs.items():
         command = (*TRAIN, *more, *words, *inputs.at(name))
         yield Case(name=name, commands=(command,), prints=(own,), vanilla=True)
+    plan = (sys.executable, "-m", "longctx", "plan", "--class_type", "any")
+    plan = (*plan, "--model_name_or_path", inputs.gpt2, "--seq_len", "1024")
+    yield Case(name="any_plan", commands=(plan,), prints=("memory, not speed",), vanilla=True)
 
 
 def _memory(inputs: Inputs) -> Iterator[Case]:
