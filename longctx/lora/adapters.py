@@ -45,6 +45,10 @@ _ENDS = ("embed_tokens", "lm_head")
 """The modules of a language model that `--lora_modules_to_save` may name."""
 _SCORE = "score"
 """The head of a model of rewards, which PEFT always trains as a whole beside adapters."""
+_OUT_PROJ = "out_proj"
+_READS_OUT_PROJ = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+"""The types of models in which PEFT refuses an adapter on it, since mamba-ssm's kernels may read
+the weight without the module (tuners_utils.py, `_check_lora_target_modules_mamba`)."""
 
 
 def check_peft(args: ModelArguments) -> None:
@@ -82,7 +86,7 @@ def check_lora(args: ModelArguments, config: PretrainedConfig) -> None:
     if args.lora_targets and EXPERTS in args.lora_targets and not expert_stacks(skeleton):
         raise UserError(f"--lora_targets {EXPERTS}: the model has none that longctx knows")
     for target in args.lora_targets or ():
-        _check_target(target, known, args)
+        _check_target(target, known, args, config)
 
 
 def _ends(config: PretrainedConfig) -> tuple[str, ...]:
@@ -90,7 +94,13 @@ def _ends(config: PretrainedConfig) -> tuple[str, ...]:
     return ("embed_tokens", _SCORE) if is_classifier(config) else _ENDS
 
 
-def _check_target(target: str, known: dict[str, nn.Linear], args: ModelArguments) -> None:
+def _refuses_out_proj(config: PretrainedConfig) -> bool:
+    return config.model_type in _READS_OUT_PROJ
+
+
+def _check_target(
+    target: str, known: dict[str, nn.Linear], args: ModelArguments, config: PretrainedConfig
+) -> None:
     if target == ALL_LINEAR:
         if len(args.lora_targets or ()) > 1:
             raise UserError(f"--lora_targets {ALL_LINEAR} names all there are: leave out the rest")
@@ -104,6 +114,11 @@ def _check_target(target: str, known: dict[str, nn.Linear], args: ModelArguments
         raise UserError(
             f"--lora_targets {target}: it is trained as a whole, with --lora_modules_to_save "
             f"{target}; an adapter on it would need all logits at once"
+        )
+    if target == _OUT_PROJ and _refuses_out_proj(config):
+        raise UserError(
+            f"--lora_targets {target}: PEFT refuses it in models of type {config.model_type!r}: "
+            "leave it out"
         )
     if target != EXPERTS and not any(_names(target, path) for path in known):
         endings = {path.rpartition(".")[2] for path in known if path not in (*_ENDS, _SCORE)}
@@ -139,14 +154,15 @@ def adapter_bytes(args: ModelArguments, config: PretrainedConfig) -> int:
 
 def _adaptable(model: nn.Module, vision: bool) -> dict[str, nn.Linear]:
     """Returns the linear maps that may get adapters, by path: those of what sees images with
-    `vision` alone, and none of the MLPs among layers of experts or beside them, whose names PEFT
-    takes for those of experts."""
+    `vision` alone, none of the MLPs among layers of experts or beside them, whose names PEFT takes
+    for those of experts, and none that PEFT refuses."""
     seeing = {inner for _, tower in towers(model) for inner in tower.modules()}
-    left_out = ".mlp." if has_experts(model) else None
+    left_out = [".mlp."] * has_experts(model)
+    left_out += [f".{_OUT_PROJ}"] * _refuses_out_proj(inside_peft(model).config)
     return {
         path: linear
         for path, linear in linears(model).items()
-        if (vision if linear in seeing else left_out is None or left_out not in path)
+        if (vision if linear in seeing else not any(part in path for part in left_out))
     }
 
 
@@ -200,7 +216,7 @@ def with_lora(model: Any, args: ModelArguments) -> Any:
         target_parameters=sorted(stacked) or None,
         modules_to_save=args.lora_modules_to_save,
         use_dora=args.use_dora,
-        exclude_modules=None if args.train_vision else _seeing(model),
+        exclude_modules=_excluded(model, args.train_vision),
     )
     with warnings.catch_warnings(), shaped_experts(model):
         # PEFT asks transformers for the name that it has given up.
@@ -216,10 +232,12 @@ def has_experts(model: Any) -> bool:
     return bool(stacks(layers))
 
 
-def _seeing(model: Any) -> str | None:
-    """Returns a pattern of the paths of modules that see images; None if there are none."""
-    paths = [re.escape(path) for path, _ in towers(model)]
-    return rf"({'|'.join(paths)})\..*" if paths else None
+def _excluded(model: Any, vision: bool) -> str | None:
+    """Returns a pattern of the paths of modules that get no adapter: of those that see images,
+    without `vision`, and of those that PEFT refuses; None if there are none."""
+    paths = [] if vision else [rf"{re.escape(path)}\..*" for path, _ in towers(model)]
+    paths += [rf".*\.{_OUT_PROJ}"] * _refuses_out_proj(model.config)
+    return "|".join(paths) or None
 
 
 def add_adapters(model: Any, args: ModelArguments) -> tuple[Any, str]:
@@ -240,6 +258,8 @@ def add_adapters(model: Any, args: ModelArguments) -> tuple[Any, str]:
     said = f"{kind} of rank {args.lora_r} on {count} maps{over}, "
     said += f"{counted(trained)} parameters trained"
     said += " with the head of rewards" * is_classifier(inside_peft(adapted).config)
+    if _refuses_out_proj(inside_peft(adapted).config):
+        said += f"; {_OUT_PROJ} of mixers has none, which PEFT refuses"
     if has_experts(inside_peft(adapted)):
         alone = adapted_stacks(adapted, args)
         said += "; routers are frozen" if alone else "; experts and their routers are frozen"

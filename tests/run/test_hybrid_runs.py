@@ -16,6 +16,8 @@ from small_run import prepare, run
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from longctx.errors import UserError
+
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
 
@@ -60,3 +62,20 @@ def test_states_on_the_host_and_a_resumed_run_end_with_the_same_bits(
         for name in ("final", "checkpoint-4")
     )
     assert all(torch.equal(final[name], x) for name, x in last.items())
+
+
+@pytest.mark.parametrize("family", ["olmo_hybrid", "nemotron_h", "falcon_h1"])
+def test_adapters_on_all_maps(family, flags_of, tmp_path, capsys) -> None:
+    """All but those that PEFT refuses in mixers: that is said, and asking for one is an error."""
+    flags = [*flags_of(family), "--lora_r", "4"]
+    logged = run(flags, tmp_path / "run")
+    out = capsys.readouterr().out
+    assert "3 scheduled decoder layers" in out and logged[-1]["loss"] < logged[0]["loss"]
+    saved = load_file(tmp_path / "run/final/adapter_model.safetensors")
+    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name in saved}
+    assert {"q_proj", "o_proj"} <= adapted and "out_proj" not in adapted
+    refused = family != "olmo_hybrid"
+    assert ("out_proj of mixers has none, which PEFT refuses" in out) == refused
+    if refused:
+        with pytest.raises(UserError, match="PEFT refuses it in models of type"):
+            run([*flags, "--lora_targets", "q_proj", "out_proj"], tmp_path / "other")
