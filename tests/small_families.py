@@ -164,7 +164,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron-biases": ("nemotron", dict(head_dim=32, attention_bias=True, mlp_bias=True)),
     "starcoder2": (
         "starcoder2",
-        dict(hidden_size=512, sliding_window=WINDOW)
+        dict(hidden_size=256, sliding_window=WINDOW)
         | dict(residual_dropout=0.0, embedding_dropout=0.0),
     ),
     "cohere": ("cohere", dict(logit_scale=0.3)),

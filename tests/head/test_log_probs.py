@@ -264,8 +264,8 @@ def test_no_gradients_are_computed_for_a_reference() -> None:
 def test_memory_does_not_grow_with_tokens_times_vocabulary(outputs, frozen) -> None:
     """The largest tensor is a piece of logits; and twice the tokens need no more than twice what is
     as long as they are."""
-    D, V, budget, peaks = 16, 4096, 2**18, []
-    for T in (1024, 2048):
+    D, V, budget, peaks = 4, 4096, 2**16, []  # 4 rows a piece
+    for T in (144, 288):
         hidden, weight, labels = _inputs(T, D, V, torch.bfloat16)
         weight.requires_grad_(not frozen)
 
@@ -276,7 +276,7 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(outputs, frozen) -> N
         largest, peak = allocated(step)
         assert largest <= 2 * budget < 4 * T * V / 16  # on the CPU gradients are copied to fp32
         peaks.append(peak)
-    assert peaks[1] - peaks[0] <= 1024 * (3 * 4 * D + 200)
+    assert peaks[1] - peaks[0] <= 144 * (3 * 4 * D + 200)
 
 
 # --- as an operation of autograd -------------------------------------------------------------

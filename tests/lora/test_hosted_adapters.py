@@ -115,7 +115,7 @@ def train(
 
     model, optimizer = made()
     found = {}
-    for step in range(4):
+    for step in range(3):
         if resumed and step == 2:
             weights, states = peft.get_peft_model_state_dict(model), optimizer.state_dict()
             model, optimizer = made()
@@ -153,7 +153,7 @@ def test_bits_are_the_same_wherever_they_live(device, quantize, batches, determi
         assert found.keys() == expected.keys()
         for name, x in found.items():
             assert x.isfinite().all() and torch.equal(x, expected[name]), (n, name)
-    assert float(expected["loss 3.0"]) != float(expected["loss 0.0"])
+    assert float(expected["loss 2.0"]) != float(expected["loss 0.0"])
 
 
 # --- plans -------------------------------------------------------------------------------------

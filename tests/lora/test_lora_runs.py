@@ -289,7 +289,8 @@ def test_qlora(flags, finished, tmp_path, capsys) -> None:
     assert "over NF4" in out and "Hugging Face's layers" not in out
     assert found[0] == pytest.approx(found[1], rel=0.02) and found[0][-1] < found[0][0] - 0.1
     at = flags.index("--model_name_or_path")
-    flags = [*flags[:at], *flags[at + 2 :], "--preset", "tiny", "--quantize", "nf4"]
+    base = ["--preset", "tiny", "--tokenizer_name", base_of(flags), "--quantize", "nf4"]
+    flags = [*flags[:at], *flags[at + 2 :], *base]
     losses = [line["loss"] for line in run(flags, tmp_path / "preset", "--max_steps", "2")]
     assert losses[1] < losses[0]
     assert "Hugging Face's layers" not in capsys.readouterr().out
