@@ -48,7 +48,7 @@ _SCORE = "score"
 _OUT_PROJ = "out_proj"
 _READS_OUT_PROJ = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 """The types of models in which PEFT refuses an adapter on it, since mamba-ssm's kernels may read
-the weight without the module (tuners_utils.py, `_check_lora_target_modules_mamba`)."""
+the weight without the module (its `_check_lora_target_modules_mamba`)."""
 
 
 def check_peft(args: ModelArguments) -> None:
