@@ -71,11 +71,11 @@ class Measured(NamedTuple):
 
     forward: Spent = Spent()
     backward: Spent = Spent()
-    """With the second forward."""
+    """Of backward, the second forward of a checkpoint included."""
 
 
 UNKNOWN = Measured()
-"""Of a layer that nobody has measured or counted: all that is planned of it is its input."""
+"""Stands for a layer that nobody has measured or counted: its input alone is planned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ class LayerKind:
     """Whether an adapter's input has dropout."""
     adapted: Adapted = Adapted()
     measured: Measured | None = None
-    """What the layer takes, if it was measured; None: as is counted."""
+    """What the layer was measured to take; None: its seconds and bytes are counted."""
 
     @property
     def scores(self) -> tuple[int, bool]:

@@ -49,7 +49,7 @@ SHORTER = (1, 2, 4, 8)
 
 Out = TypeVar("Out")
 Kind = tuple[Any, ...]
-"""What tells one kind of layer from another (`kind_of`)."""
+"""A kind of layers: its class and its parameters' names and shapes, as `kind_of` returns."""
 
 
 class Point(NamedTuple):
