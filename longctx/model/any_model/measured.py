@@ -49,7 +49,7 @@ SHORTER = (1, 2, 4, 8)
 
 Out = TypeVar("Out")
 Kind = tuple[Any, ...]
-"""A kind of layers: its class and its parameters' names and shapes, as `kind_of` returns."""
+"""A kind of layers: its modules, their parameters' shapes and their settings (`kind_of`)."""
 
 
 class Point(NamedTuple):
