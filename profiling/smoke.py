@@ -258,9 +258,8 @@ def _hybrids(inputs: Inputs) -> Iterator[Case]:
     for name, words in {"hybrid": (), "hybrid_lora": LORA}.items():
         command = (*TRAIN, *tiny, *words, *inputs.at(name))
         yield Case(name=name, commands=(command,), prints=(SCHEDULE,))
-    # Without mamba-ssm a Mamba 2 runs transformers' code in torch: over a shorter row.
-    for preset, tokens in {"qwen3.5-9b": 16384, "lfm2-1.2b": 16384, "falcon-h1-0.5b": 2048}.items():
-        words = f"--preset {preset} --seq_len {tokens} --max_steps 2 --lora_r 16".split()
+    for preset in ("qwen3.5-9b", "lfm2-1.2b", "falcon-h1-0.5b", "granite-4.0-h-tiny"):
+        words = f"--preset {preset} --seq_len 16384 --max_steps 2 --lora_r 16".split()
         command = (*TRAIN, *words, *NO_SAVES, *BUDGET, *inputs.at(preset))
         yield Case(name=preset, commands=(command,), prints=(SCHEDULE,))
 

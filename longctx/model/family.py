@@ -137,13 +137,15 @@ class Family:
     mixer_cache: str = "cache_params"
     """The name under which its forward takes transformers' cache."""
     mixer_package: str = "fla"
-    """The package whose kernels transformers takes for it, if it is there; empty where its own code
-    is as fast."""
+    """The package whose kernels transformers takes for it, if it is there; empty where it needs
+    none."""
     mixer_graph: float = 0.0
-    """What autograd saves of a token in transformers' own code, where this is more than of other
-    mixers with this package, in elements for each column of its linear layers (mixers.py)."""
+    """What autograd saves of a token, where this is more than of other mixers with this package, in
+    elements for each column of its linear layers (mixers.py)."""
     mixer_norm: str = ""
-    """The path in it of an RMSNorm that ends with the SiLU of a gate (kernels/gated_norm.py)."""
+    """The path in it of an RMSNorm with the SiLU of a gate (kernels/gated_norm.py)."""
+    gate_first: bool = False
+    """That norm is of the product with the gate."""
     mixer_state: Callable[[Any], tuple[int, int]] = field(default=lambda config: (0, 0))
     """Returns the elements of its state, from the configuration: those of the recurrence, in fp32,
     and those of the convolution's last inputs."""

@@ -63,6 +63,11 @@ def _mamba_state(config: Any) -> tuple[int, int]:
     return values * size, channels * (config.mamba_d_conv - 1)
 
 
+# Of the graph 1.5 are states before chunks and their gradients, which backward makes.
+_MAMBA: dict[str, Any] = dict(mixer_package="", mixer_graph=4.3, mixer_state=_mamba_state)
+_MAMBA_NORM: dict[str, Any] = dict(mixer_norm="norm", gate_first=True)
+
+
 def _without_attention(layer: dict[str, Any]) -> dict[str, Any]:
     """Returns the modules and linear layers of a layer but for those of its attention."""
     modules, linears = layer["modules"].items(), layer["linears"].items()
@@ -99,8 +104,8 @@ def _with_delta_net(layer: dict[str, Any]) -> dict[str, Any]:
 
 def _with_mamba(layer: dict[str, Any]) -> dict[str, Any]:
     """Returns what describes a layer with a Mamba 2 in the place of its attention."""
-    own = dict(mixer="mamba", mixer_class="MambaLayer", mixer_package="mamba_ssm")
-    return layer | _without_attention(layer) | own | dict(mixer_state=_mamba_state)
+    own = dict(mixer="mamba", mixer_class="MambaLayer")
+    return layer | _without_attention(layer) | own | _MAMBA | _MAMBA_NORM
 
 
 _DELTA_NET = _with_delta_net(DENSE)
@@ -139,8 +144,7 @@ _IN_NEMOTRON: dict[str, dict[str, Any]] = {
         activation="",
         mixer="mixer",
         mixer_class="Mamba2Mixer",
-        mixer_package="mamba_ssm",
-        mixer_state=_nemotron_state,
+        **_MAMBA | _MAMBA_NORM | dict(mixer_state=_nemotron_state),
     ),
     "full_attention": dict(
         modules={"mixer": "Attention"},
@@ -311,9 +315,7 @@ HYBRIDS: tuple[Family, ...] = (
         activation="feed_forward.act_fn",
         mixer="mamba",
         mixer_class="Mixer",
-        mixer_package="mamba_ssm",
-        mixer_graph=31.5,  # of the 1.5B model, whose 48 heads have states of 256; 18.2 of the 7B
-        mixer_state=_mamba_state,
+        **_MAMBA | dict(mixer_graph=5.4),  # states are twice as large
         embedding_multiplier=lambda base: base.embedding_multiplier,
         logits_scaling=lambda model: 1 / model.model.lm_head_multiplier,
         traits=_falcon_traits,

@@ -1,6 +1,8 @@
 """Our kernels inside the modules that transformers has as mixers, while the schedule runs them.
 
 convolution    transformers calls causal-conv1d, which is built with nvcc, or torch's
+scan           of Mamba 2: transformers calls mamba-ssm, which is built with nvcc, too, or runs
+               torch's code, which makes up to 6 MB a token on the way
 gated norm     some ten passes over fp32 tensors in torch
 LoRA           PEFT converts what an adapter reads to fp32, and adds what it gives in passes of
                their own
@@ -8,6 +10,7 @@ LoRA           PEFT converts what an adapter reads to fp32, and adds what it giv
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from longctx.kernels.causal_conv import MOST_TAPS, causal_conv
 from longctx.kernels.gated_norm import gated_norm
+from longctx.kernels.launch import runs_kernel
+from longctx.kernels.state_space import WIDEST, scan
 from longctx.layer.adapted import adapted_linear
 from longctx.layer.linear import packed_state
 from longctx.model.adapters import (
@@ -89,10 +94,62 @@ def _convolved(
     return (y[:, taps - 1 :] if begins else y).mT
 
 
+SCAN = "mamba2_chunk_scan"
+"""The function that transformers' files call for the scan of Mamba 2."""
+
+
 @contextmanager
-def our_gated_norm(norm: nn.Module | None) -> Iterator[None]:
+def our_scan(module: nn.Module) -> Iterator[None]:
+    """A context in which the scan that a Mamba 2 calls is ours, where its kernels take it."""
+    home = sys.modules[type(module).__module__]
+    theirs = getattr(home, SCAN, None)
+    if theirs is None:
+        yield
+        return
+    setattr(home, SCAN, partial(_scanned, theirs))
+    try:
+        yield
+    finally:
+        setattr(home, SCAN, theirs)
+
+
+def _scanned(
+    theirs: Any,
+    hidden_states: Tensor,  # (rows, T, H, P)
+    dt: Tensor,  # (rows, T, H)
+    A: Tensor,  # (H,)
+    B: Tensor,  # (rows, T, G, N)
+    C: Tensor,  # (rows, T, G, N)
+    chunk_size: int,
+    *,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **more: Any,
+) -> Any:
+    """Takes what transformers gives to its own function."""
+    x = hidden_states
+    plain = not any(isinstance(given, Tensor) for given in more.values())
+    if not (plain and runs_kernel(x) and x.element_size() == 2 and x.shape[-1] <= WIDEST):
+        how = dict(D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit, **more)
+        how |= dict(initial_states=initial_states, return_final_states=return_final_states)
+        return theirs(x, dt, A, B, C, chunk_size, **how)
+    steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    steps = nn.functional.softplus(steps) if dt_softplus else steps
+    least, most = dt_limit
+    if least > 0 or most < float("inf"):
+        steps = steps.clamp(least, most)
+    y, end = scan(x, steps, A, B.to(x.dtype), C.to(x.dtype), D, initial_states)
+    return (y, end) if return_final_states else y
+
+
+@contextmanager
+def our_gated_norm(norm: nn.Module | None, *, gate_first: bool = False) -> Iterator[None]:
     """A context in which a mixer's gated RMSNorm is ours, unless somebody else has exchanged its
-    forward."""
+    forward. `gate_first`: it is of the product with the gate."""
     if norm is None or "forward" in vars(norm):
         yield
         return
@@ -100,7 +157,9 @@ def our_gated_norm(norm: nn.Module | None) -> Iterator[None]:
     def forward(x: Tensor, gate: Tensor) -> Tensor:
         weight, eps = norm.weight, norm.variance_epsilon
         assert isinstance(weight, Tensor) and isinstance(eps, float)
-        return gated_norm(x, gate.to(x.dtype), weight, eps)
+        groups = len(weight) // getattr(norm, "group_size", len(weight))
+        gate = gate.to(x.dtype)
+        return gated_norm(x, gate, weight, eps, gate_first=gate_first, groups=groups)
 
     norm.forward = forward
     try:

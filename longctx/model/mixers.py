@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from longctx.kernels.state_space import WIDEST
 from longctx.layer.parts.mixer import State
 from longctx.model.families import layers_of
 from longctx.model.family import Family, part_of
-from longctx.model.mixer_kernels import OurConvolution, our_adapters, our_gated_norm
+from longctx.model.mixer_kernels import OurConvolution, our_adapters, our_gated_norm, our_scan
 from longctx.safety.packages import pip_install
 from longctx.safety.system import installed
 
@@ -34,6 +35,8 @@ class ModelsMixer:
     """The name under which its forward takes transformers' cache."""
     norm: str = ""
     """The path of its gated norm, if it has one that ours computes."""
+    gate_first: bool = False
+    """That norm is of the product with the gate."""
 
     @property
     def drops(self) -> bool:
@@ -50,7 +53,9 @@ class ModelsMixer:
         carried = Carried(begin)
         how = {"hidden_states": n, self.cache: carried}
         norm = self.module.get_submodule(self.norm) if self.norm else None
-        with OurConvolution(begins=bool(begin)), our_gated_norm(norm), our_adapters(self.module):
+        convolution, kernels = OurConvolution(begins=bool(begin)), our_scan(self.module)
+        gated = our_gated_norm(norm, gate_first=self.gate_first)
+        with convolution, kernels, gated, our_adapters(self.module):
             z: Tensor = functional_call(self.module, dict(parameters), (), how)
         return z, carried.end
 
@@ -130,25 +135,25 @@ def mixer_of(layer: Any, family: Family) -> ModelsMixer | None:
     """Returns a layer's mixer; None if the layer has none. `family` is that of the layer."""
     if not family.mixer:
         return None
-    return ModelsMixer(part_of(layer, family.mixer), family.mixer_cache, family.mixer_norm)
+    module = part_of(layer, family.mixer)
+    return ModelsMixer(module, family.mixer_cache, family.mixer_norm, family.gate_first)
 
 
-_KERNELS = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}
+_KERNELS = {"fla": "flash-linear-attention"}
 """The packages that have kernels for mixers, by what is imported of them."""
 
 
-WITH_KERNELS = {"fla": 3.3, "mamba_ssm": 4.8}
+WITH_KERNELS = {"fla": 3.3}
 """Maps packages of kernels to what autograd saves of a token in a mixer that runs them, in elements
 for each column of the mixer's linear layers (`Mixed.columns`). That of a Gated DeltaNet with the
 dimensions of Qwen3.5-9B was counted on a CPU, with a function in the place of the package's that
 saves its inputs and a matrix of each chunk (tests/layer/test_mixer.py): 2.8 in transformers 5.23,
-and 3.3 in 5.17, which repeats keys for the heads of values that share them. That of Mamba 2 is
-taken, and not counted."""
-IN_TORCH = {"fla": 9.8, "mamba_ssm": 27.4, "": 1.75}
+and 3.3 in 5.17, which repeats keys for the heads of values that share them."""
+IN_TORCH = {"fla": 9.8, "": 1.75}
 """Maps packages to what autograd saves of a token in a mixer that runs transformers' code in torch
-for want of them, in elements for each column of the mixer's linear layers. Counted for Qwen3.5-9B;
-for Granite 4.0 Tiny, where transformers 5.17 saves 23.6; and for LFM2's convolutions, which have no
-recurrence and want no package."""
+for want of them, in elements for each column of the mixer's linear layers. Counted for Qwen3.5-9B,
+and for LFM2's convolutions, which have no recurrence and want no package. (That of Mamba 2, whose
+scan is ours, stands in its families: `Family.mixer_graph`.)"""
 
 
 def graph_of(family: Family) -> float:
@@ -161,13 +166,22 @@ def graph_of(family: Family) -> float:
 
 
 def why_slow(base: Any, device: torch.device) -> str | None:
-    """Returns a line if transformers' own code runs a model's mixers on a GPU, since the package
-    with their kernels is not installed."""
-    modules = {family.mixer_package for _, family in layers_of(base) if family.mixer}
+    """Returns a line if transformers' own code runs a model's mixers on a GPU: the package with
+    their kernels is not installed, or the heads of a Mamba 2 are wider than our scan's."""
+    if device.type != "cuda":
+        return None
+    mixed = [(layer, family) for layer, family in layers_of(base) if family.mixer]
+    modules = {family.mixer_package for _, family in mixed}
     lacking = [_KERNELS[name] for name in sorted(modules) if name and not installed(name)]
-    if device.type != "cuda" or not lacking:
+    if lacking:
+        return (
+            f"mixers run without kernels of their own, in torch's: {', '.join(lacking)} is not "
+            f"installed ({pip_install(*lacking)})"
+        )
+    widths = [getattr(part_of(layer, family.mixer), "head_dim", 0) for layer, family in mixed]
+    if max(widths, default=0) <= WIDEST:
         return None
     return (
-        f"mixers run without kernels of their own, in torch's: {', '.join(lacking)} is not "
-        f"installed ({pip_install(*lacking)})"
+        f"mixers run without kernels of their own, in torch's: their heads have {max(widths)} "
+        f"columns, and ours take {WIDEST}"
     )

@@ -57,6 +57,7 @@ def _cases():
         sinks,
         spread,
         square_sums,
+        state_space,
         swiglu,
     )
     from longctx.kernels.launch import Config
@@ -186,12 +187,15 @@ def _cases():
         yield "causal_conv_forward", causal_conv._forward_kernel, t, arguments, c
         yield "causal_conv_backward", causal_conv._backward_kernel, t, arguments, c
 
-        c = gated_norm.config(128)
-        pointers = {f"{n}_ptr": p for n in ("dy", "x", "gate", "weight", "out", "dx", "d_gate")}
-        arguments = {**pointers, "parts_ptr": "*fp32", "N": 2**19, "D": 128, "eps": "fp32"}
-        arguments |= {"HAS_DW": True, "ROWS": c.rows, "BLOCK": c.block}
-        yield "gated_norm_forward", gated_norm._forward_kernel, t, arguments, c
-        yield "gated_norm_backward", gated_norm._backward_kernel, t, arguments, c
+        widest = [(8192, True)] if t == "bf16" else []  # no model's mixers have it in fp32
+        for D, first in ((128, False), (3072, True), *widest):
+            c = gated_norm.config(D)
+            pointers = {f"{n}_ptr": p for n in ("dy", "x", "gate", "weight", "out", "dx", "d_gate")}
+            arguments = {**pointers, "parts_ptr": "*fp32", "N": 2**19, "D": D, "eps": "fp32"}
+            arguments |= {"groups": 1, "stride_gate": 2 * D, "HAS_DW": True, "GATE_FIRST": first}
+            arguments |= {"ROWS": c.rows, "BLOCK": c.block}
+            yield f"gated_norm_forward {D}", gated_norm._forward_kernel, t, arguments, c
+            yield f"gated_norm_backward {D}", gated_norm._backward_kernel, t, arguments, c
 
         if t == "bf16":
             pointers = ("q", "k", "v", "do", "dv", "h", "dh", "dq", "dk", "dw")
@@ -200,6 +204,7 @@ def _cases():
             arguments |= {"scale": "fp32", "CHUNK": 64, "BLOCK_K": 64, "BLOCK_V": 64}
             arguments |= {"BLOCKS_V": 2}
             yield "delta_rule", delta_rule._chunk_kernel, t, arguments, delta_rule.CONFIG
+            yield from _scan_cases(state_space)
 
         yield from _grouped_cases(grouped_mm, t)
 
@@ -354,6 +359,28 @@ def _grouped_cases(grouped_mm, t: str):
     yield "slot_dots", grouped_mm._dots_kernel, t, arguments, c
 
 
+def _scan_cases(state_space):
+    """The scan of Granite 4.0 Tiny (one group) with heads of 64 columns, and of 128."""
+    pointers = ("x", "y", "dy", "dx", "keys", "queries", "states", "ends")
+    wide = ("b", "dt", "ddt", "db", "skip", "dskip", "dkeys", "dqueries", "weights", "decays")
+    given = {f"{n}_ptr": "*bf16" for n in pointers}
+    given |= {f"{n}_ptr": "*fp32" for n in (*wide, "begin", "end")}
+    given |= {"rows": 1, "T": 16384, "H": 48, "shared": 48, "N": 128, "chunks": 256}
+    given |= {f"{n}_row": 16384 * 3328 for n in ("x", "y", "keys", "queries")}
+    given |= {f"{n}_token": 3328 for n in ("x", "y", "keys", "queries")}
+    given |= {"HEADS": 16, "CHUNK": 64, "BACKWARDS": False, "HAS_BEGIN": True}
+    for P in (64, 128):
+        sizes = given | {"P": P, "BLOCK_P": P}
+        for name, c in (
+            ("states", state_space.STATES),
+            *((name, state_space.config(P)) for name in ("outputs", "inputs", "shared")),
+        ):
+            kernel = getattr(state_space, f"_{name}_kernel")
+            arguments = sizes | {"BLOCK_N": c.block, "BLOCKS_N": 128 // c.block}
+            arguments = {n: arguments[n] for n in kernel.arg_names}
+            yield f"scan_{name} {P}", kernel, "bf16", arguments, c
+
+
 def _compile(kernel, arguments: dict, config, arch: int):
     """The compiled kernel and what ptxas reports of it."""
     import triton
@@ -364,7 +391,7 @@ def _compile(kernel, arguments: dict, config, arch: int):
     signature, constants, divisible = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         value = arguments[name]
-        if name.isupper() and name not in ("B", "C", "D", "F", "G", "H", "K", "N", "T", "V"):
+        if name.isupper() and name not in ("B", "C", "D", "F", "G", "H", "K", "N", "P", "T", "V"):
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, str):
             signature[name] = value
@@ -395,7 +422,7 @@ def _main() -> None:
     CUDABackend.make_cubin = lambda *args: b"no binary"
     for name, kernel, dtype, arguments, config in _cases():
         # Hopper's alone: matrices of older GPUs' results fill more registers.
-        for arch in (90,) if name == "delta_rule" else TARGETS[dtype]:
+        for arch in (90,) if name.startswith(("delta_rule", "scan")) else TARGETS[dtype]:
             binary, log = _compile(kernel, arguments, config, arch)
             registers = int(re.search(r"Used (\d+) registers", log).group(1))
             spills = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
@@ -463,7 +490,8 @@ def test_every_kernel_compiles_for_both_architectures(reports):
     expected = {(n, a, t) for n in names for t, archs in TARGETS.items() for a in archs}
     in_16_bits = {"grouped_mm_adapted", "grouped_mm_adapted_widely"}
     expected |= {(n, a, "bf16") for n in in_16_bits for a in TARGETS["bf16"]}
-    assert compiled == expected | {("delta_rule", 90, "bf16")}
+    alone = {"delta_rule", *(f"scan_{n}" for n in ("states", "outputs", "inputs", "shared"))}
+    assert compiled == expected | {(n, 90, "bf16") for n in alone}
 
 
 def test_no_kernel_spills_registers(reports):

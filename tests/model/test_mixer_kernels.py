@@ -1,16 +1,22 @@
-"""Our convolution and gated norm in the place of a module's, while a mixer runs."""
+"""Our convolution, scan and gated norm in the place of a module's, while a mixer runs."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
+from exactness import assert_exact
 from longctx.kernels import launch
-from longctx.model.mixer_kernels import OurConvolution, our_gated_norm
+from longctx.kernels.state_space import scan_reference
+from longctx.model import mixer_kernels
+from longctx.model.mixer_kernels import OurConvolution, our_gated_norm, our_scan
+from longctx.model.mixers import Carried, ModelsMixer
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 CHANNELS, TAPS = 6, 4
@@ -79,3 +85,79 @@ def test_a_gated_norm_is_ours_while_the_mixer_runs() -> None:
     with our_gated_norm(norm), our_gated_norm(None):
         assert torch.equal(norm(x, gate), x)
     assert isinstance(norm, nn.Module) and "forward" in vars(norm)
+
+
+MAMBA: dict[str, tuple[str, dict[str, Any]]] = {
+    "granitemoehybrid": (
+        "GraniteMoeHybridMambaLayer",
+        dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=24, mamba_expand=2),
+    ),
+    "nemotron_h": (
+        "NemotronHMamba2Mixer",
+        dict(mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=24, n_groups=2),
+    ),
+}
+
+
+def mamba(kind: str) -> Any:
+    name, sizes = MAMBA[kind]
+    home = import_module(f"transformers.models.{kind}.modeling_{kind}")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, hidden_size=64, num_hidden_layers=2, **sizes)
+    module = getattr(home, name)(config, layer_idx=0)
+    with torch.no_grad():
+        for path, parameter in module.named_parameters():
+            slow = path.endswith("A_log")  # a leak between segments shows
+            parameter.copy_(
+                parameter.new_tensor(-2.0) if slow else torch.randn(parameter.shape) / 5
+            )
+    return module.train()
+
+
+def in_segments(module: Any, run: Any, n: Tensor, dy: Tensor) -> list[Tensor]:
+    """What a mixer gives for two segments of a row, and all gradients."""
+    n, parameters = n.detach().requires_grad_(), dict(module.named_parameters())
+    first, end = run(n[:, :70], (), parameters)
+    second, _ = run(n[:, 70:], end, parameters)
+    z = torch.cat([first, second], dim=1)
+    return [z.detach(), *torch.autograd.grad(z, [n, *parameters.values()], dy.to(z.dtype))]
+
+
+@pytest.mark.parametrize("kind", MAMBA)
+def test_a_mamba_with_our_kernels_is_as_exact_as_in_plain_torch(kind, monkeypatch) -> None:
+    """With the scan's reference, which rounds as 16-bit kernels do: transformers' is in fp32."""
+    module = mamba(kind)
+    n, dy = torch.randn(2, 1, 100, 64).bfloat16()
+
+    def theirs(n: Tensor, begin: Any, parameters: Any) -> Any:
+        carried = Carried(begin)
+        return module(hidden_states=n, cache_params=carried), carried.end
+
+    def plain(n: Tensor, begin: Any, parameters: Any) -> Any:
+        with our_scan(module):
+            return theirs(n, begin, parameters)
+
+    truth = in_segments(module.double(), theirs, n.double(), dy)
+    module.to(torch.bfloat16)
+    ran: list[Any] = []
+    with monkeypatch.context() as changed:
+        changed.setattr(launch, "INTERPRETED", True)
+        ours = in_segments(module, ModelsMixer(module, "cache_params", "norm", True), n, dy)
+        changed.setattr(mixer_kernels, "scan", lambda *x: ran.append(x) or scan_reference(*x))
+        naive = in_segments(module, plain, n, dy)
+    assert len(ran) == 2
+    names = ["z", "dn", *dict(module.named_parameters())]
+    for name, own, near, true in zip(names, ours, naive, truth, strict=True):
+        assert_exact(name, own, near, true)
+
+
+def test_another_scan_stays_transformers() -> None:
+    """In fp32, as on a CPU, and after the mixer has run."""
+    module = mamba("granitemoehybrid")
+    home = import_module(type(module).__module__)
+    theirs, n = home.mamba2_chunk_scan, torch.randn(1, 9, 64)
+    wanted = module(n)
+    with our_scan(module), our_scan(nn.Linear(1, 1)):
+        assert home.mamba2_chunk_scan is not theirs
+        assert torch.equal(module(n), wanted)
+    assert home.mamba2_chunk_scan is theirs

@@ -367,6 +367,13 @@ def test_a_line_says_what_is_not_installed(monkeypatch) -> None:
     assert why_slow(ours.model, torch.device("cuda")) is None
 
 
+def test_a_line_says_that_heads_are_wider_than_our_kernels_take() -> None:
+    _, ours = pair("granitemoehybrid")
+    assert why_slow(ours.model, torch.device("cuda")) is None
+    next(layer.mamba for layer in ours.model.layers if layer.mamba).head_dim = 256
+    assert "256 columns" in (why_slow(ours.model, torch.device("cuda")) or "")
+
+
 def test_copies_of_the_layer_below_come_up_across_kinds(monkeypatch) -> None:
     """Some tensors of each layer are on their way when its backward begins, also below a layer of
     another kind."""

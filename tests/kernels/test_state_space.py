@@ -1,0 +1,113 @@
+"""Mamba 2's scan, against autograd through the recurrence in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from exactness import DEVICE, assert_exact
+from longctx.kernels.state_space import scan, scan_reference
+
+SHAPES = [
+    # rows, T, H, G, P, N
+    (1, 37, 1, 1, 16, 16),  # less than a chunk
+    (2, 128, 6, 2, 24, 40),  # rows of whole chunks, groups, sizes that are no power of two
+    (1, 150, 17, 1, 16, 144),  # heads in parts of one, two blocks of the state
+]
+GPU_SHAPES = [(1, 16384, 48, 1, 64, 128), (2, 1000, 128, 8, 64, 128), (1, 3000, 24, 1, 128, 256)]
+NAMES = ("x", "dt", "A", "B", "C", "D", "begin")
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Arguments, in which the decay is slow enough for a leak between chunks to show."""
+    rows, T, H, G, P, N = shape
+    torch.manual_seed(T)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, device=DEVICE)
+
+    given = {"x": normal(rows, T, H, P).to(dtype), "dt": normal(rows, T, H).exp() / 20}
+    given |= {"A": -torch.rand(H, device=DEVICE) - 0.1}
+    given |= {name: normal(rows, T, G, N).to(dtype) for name in "BC"}
+    return given | {"D": normal(H), "begin": normal(rows, H, P, N)}
+
+
+def by_token(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, begin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The recurrence, a token at a time."""
+    keys, queries = (y.repeat_interleave(x.shape[2] // y.shape[2], dim=2) for y in (B, C))
+    state, found = begin, []
+    for t in range(x.shape[1]):
+        step = dt[:, t, :, None]
+        own = (step * x[:, t])[..., None] * keys[:, t, :, None]
+        state = (A[:, None] * step).exp()[..., None] * state + own
+        found.append((state @ queries[:, t, ..., None])[..., 0] + D[:, None] * x[:, t])
+    return torch.stack(found, dim=1), state
+
+
+def with_gradients(function: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a scan returns, and the gradients of all its arguments."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items()}
+    y, end = function(**leaves)
+    torch.manual_seed(1)
+    dy, d_end = (torch.randn(found.shape, device=found.device) for found in (y, end))
+    torch.autograd.backward([y, end], [dy.to(given["x"].dtype).to(y.dtype), d_end.to(end.dtype)])
+    return {"y": y.detach(), "end": end.detach()} | {f"d{n}": x.grad for n, x in leaves.items()}
+
+
+def compare(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    given = draw(shape, dtype)
+    truth = with_gradients(scan_reference, {name: x.double() for name, x in given.items()})
+    plain = with_gradients(scan_reference, given)
+    for name, own in with_gradients(scan, given).items():
+        assert own.dtype == plain[name].dtype, name
+        assert_exact(name, own, plain[name], truth[name], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_as_by_autograd(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    compare(shape, dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_equations(shape: tuple[int, ...]) -> None:
+    given = {name: x.double() for name, x in draw(shape, torch.float64).items()}
+    truth = with_gradients(by_token, given)
+    for name, own in with_gradients(scan, given).items():
+        torch.testing.assert_close(
+            own, truth[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: n + m
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+def test_heads_of_released_models(shape: tuple[int, ...]) -> None:
+    """Granite 4.0 Tiny's, Nemotron-H-8B's and Falcon-H1-34B's."""
+    compare(shape, torch.bfloat16)
+
+
+def test_rows_without_a_state_and_a_skip() -> None:
+    """As with zeros, and tokens that are part of a wider tensor."""
+    given = draw((2, 70, 2, 1, 16, 16), torch.bfloat16)
+    rows, tokens, H, P = given["x"].shape
+    wide = torch.cat([given["x"].flatten(2), given["B"].flatten(2), given["C"].flatten(2)], dim=-1)
+    x, B, C = wide.split([H * P, 16, 16], dim=-1)
+    cut = x.unflatten(-1, (H, P)), given["dt"], given["A"], B.unsqueeze(2), C.unsqueeze(2)
+    zeros = {name: torch.zeros_like(given[name]) for name in ("D", "begin")}
+    for own, true in zip(scan(*cut), scan(**given | zeros), strict=True):
+        assert torch.equal(own, true)
+
+
+def test_what_is_refused() -> None:
+    given = draw(SHAPES[0], torch.bfloat16)
+    with pytest.raises(ValueError, match="dt must have shape"):
+        scan(**given | {"dt": given["dt"][:, :1]})
+    with pytest.raises(ValueError, match="dtype of B and C"):
+        scan(**given | {"B": given["B"].float()})
+    with pytest.raises(ValueError, match="multiple of 2 groups"):
+        scan(**given | {name: given[name].expand(-1, -1, 2, -1) for name in "BC"})
