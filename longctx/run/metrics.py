@@ -50,16 +50,23 @@ def parameters_in_matmuls(model: PreTrainedModel) -> int:
     return matmul_parameters(sum(active.values()), frozen)
 
 
+NO_ATTENTION = ("linear_attention", "conv", "moe", "mlp")
+"""transformers' names of layers without attention: with a recurrence, a convolution, or none of
+these. What a recurrence computes grows with the tokens alone, and is not counted."""
+
+
 def attended(
     config: PretrainedConfig,
     position_ids: Tensor,  # (B, S)
     real: Tensor | None = None,  # (B, S) bool
 ) -> Tensor:  # () fp64
     """Returns what `cost.flops.step_flops` calls so. Layers with windows are counted as such, and
-    padding, where `real` is False, not at all."""
+    those without attention, as of a hybrid, not at all; nor is padding, where `real` is False."""
     wide = config.num_attention_heads * head_dim(config)
     total = torch.zeros((), dtype=torch.float64, device=position_ids.device)
-    for (columns, window), layers in Counter((wide, w) for w in windows(config)).items():
+    types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    found = [w for w, name in zip(windows(config), types, strict=False) if name not in NO_ATTENTION]
+    for (columns, window), layers in Counter((wide, w) for w in found).items():
         seen = position_ids if window is None else position_ids.clamp(max=window - 1)
         keys = 2 * seen + 1
         total += columns * layers * (keys if real is None else keys * real).sum()

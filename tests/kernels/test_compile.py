@@ -373,7 +373,7 @@ def _scan_cases(state_space):
         sizes = given | {"P": P, "BLOCK_P": P}
         for name, c in (
             ("states", state_space.STATES),
-            *((name, state_space.config(P)) for name in ("outputs", "inputs", "shared")),
+            *((name, state_space.config(name, P)) for name in state_space.NARROW),
         ):
             kernel = getattr(state_space, f"_{name}_kernel")
             arguments = sizes | {"BLOCK_N": c.block, "BLOCKS_N": 128 // c.block}

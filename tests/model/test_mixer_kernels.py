@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
-from exactness import assert_exact
+from exactness import DEVICE, assert_exact
 from longctx.kernels import launch
 from longctx.kernels.state_space import scan_reference
 from longctx.model import mixer_kernels
@@ -33,13 +33,14 @@ def convolved(x: Tensor, weight: Tensor, tokens: int, **how: Any) -> Tensor:
 def test_a_causal_convolution_is_ours_and_its_gradient_has_tokens_as_rows(
     begins, monkeypatch
 ) -> None:
-    monkeypatch.setattr(launch, "INTERPRETED", True)
+    monkeypatch.setattr(launch, "INTERPRETED", DEVICE == "cpu")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(0)
     tokens = 9 + begins * (TAPS - 1)
-    rows = torch.randn(2, tokens, CHANNELS, requires_grad=True)
-    weight = torch.randn(CHANNELS, 1, TAPS, requires_grad=True)
+    rows = torch.randn(2, tokens, CHANNELS, requires_grad=True, device=DEVICE)
+    weight = torch.randn(CHANNELS, 1, TAPS, requires_grad=True, device=DEVICE)
     truth = convolved(rows.mT, weight, 9)
-    dy = torch.randn(2, 9, CHANNELS)
+    dy = torch.randn(2, 9, CHANNELS, device=DEVICE)
     wanted = torch.autograd.grad(truth, (rows, weight), dy.mT)
     with OurConvolution(begins=begins):
         ours = convolved(rows.mT, weight, 9)
@@ -126,8 +127,8 @@ def in_segments(module: Any, run: Any, n: Tensor, dy: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("kind", MAMBA)
 def test_a_mamba_with_our_kernels_is_as_exact_as_in_plain_torch(kind, monkeypatch) -> None:
     """With the scan's reference, which rounds as 16-bit kernels do: transformers' is in fp32."""
-    module = mamba(kind)
-    n, dy = torch.randn(2, 1, 100, 64).bfloat16()
+    module = mamba(kind).to(DEVICE)
+    n, dy = torch.randn(2, 1, 100, 64, device=DEVICE).bfloat16()
 
     def theirs(n: Tensor, begin: Any, parameters: Any) -> Any:
         carried = Carried(begin)
@@ -141,7 +142,7 @@ def test_a_mamba_with_our_kernels_is_as_exact_as_in_plain_torch(kind, monkeypatc
     module.to(torch.bfloat16)
     ran: list[Any] = []
     with monkeypatch.context() as changed:
-        changed.setattr(launch, "INTERPRETED", True)
+        changed.setattr(launch, "INTERPRETED", DEVICE == "cpu")
         ours = in_segments(module, ModelsMixer(module, "cache_params", "norm", True), n, dy)
         changed.setattr(mixer_kernels, "scan", lambda *x: ran.append(x) or scan_reference(*x))
         naive = in_segments(module, plain, n, dy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen2Config
+from transformers import AutoConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
 from longctx.cost.flops import step_flops
 from longctx.run.metrics import (
@@ -61,6 +61,19 @@ def test_flops_of_windows() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     assert attended(windowed, positions) == 4096 * ((9 + 25) + (2 * (6 + 12) - 8))
     assert attended(GPT2Config(n_layer=3), positions) == 768 * 3 * (9 + 25)
+
+
+def test_flops_of_hybrids() -> None:
+    """Layers with a recurrence have no attention, and some of Nemotron-H have neither."""
+    positions = torch.tensor([[0, 1, 2, 3, 4]])
+    hybrid = AutoConfig.for_model("qwen3_5_text", num_hidden_layers=8)  # two of them attend
+    wide = hybrid.num_attention_heads * hybrid.head_dim
+    assert attended(hybrid, positions) == wide * 2 * 25
+    blocks = ["linear_attention", "mlp", "full_attention", "moe"]
+    single = AutoConfig.for_model("nemotron_h", layers_block_type=blocks)
+    assert attended(single, positions) == single.num_attention_heads * single.head_dim * 25
+    both = AutoConfig.for_model("falcon_h1", num_hidden_layers=3)
+    assert attended(both, positions) == both.hidden_size * 3 * 25
 
 
 def test_no_figure_is_invented_without_a_gpu() -> None:
