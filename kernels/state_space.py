@@ -83,6 +83,8 @@ def scan_reference(
     keys, queries = (_chunks(y.to(wide).repeat_interleave(H // y.shape[2], 2)) for y in (B, C))
     until = (b[..., -1:, :] - b).exp() * steps
     added = rounded(until * values).mT @ keys  # (rows, chunks, H, P, N)
+    if added.requires_grad:
+        added.register_hook(rounded)  # R, which is read as the states are
     state = x.new_zeros(rows, H, P, N, dtype=wide) if begin is None else begin.to(wide)
     states = []
     for i in range(added.shape[1]):
