@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from small_job import DORA, LORA, STEPS, Warm, batch
+from small_tokenizer import small_tokenizer
 
 from longctx.commands import train
 from longctx.kernels import launch
@@ -27,25 +28,14 @@ def job(tmp_path_factory) -> list[str]:
     for i in range(30):
         words = " ".join(f"{(i * j) % 97} bottles of {j % 13}" for j in range(40 + 9 * i))
         (folder / "text" / f"{i}.txt").write_text(words)
-    flags = [
-        "--train_file",
-        f"{folder}/text",
-        "--cache_dir",
-        f"{folder}/cache",
-        "--use_cpu",
-        "true",
-    ]
+    flags = ["--train_file", f"{folder}/text", "--cache_dir", f"{folder}/cache"]
+    flags += ["--use_cpu", "true"]
+    small_tokenizer().save_pretrained(folder / "tokenizer")
     flags += ["--seq_len", "128", "--learning_rate", "0.003", "--disable_tqdm", "true"]
     flags += ["--attn_backend", "auto", "--eval_file", f"{folder}/text/5.txt"]
     start = ["--preset", "tiny", "--class_type", "vanilla", "--max_steps", "1"]
-    start += [
-        "--learning_rate",
-        "1e-12",
-        "--save_strategy",
-        "no",
-        "--output_dir",
-        f"{folder}/start",
-    ]
+    start += ["--learning_rate", "1e-12", "--save_strategy", "no"]
+    start += ["--tokenizer_name", f"{folder}/tokenizer", "--output_dir", f"{folder}/start"]
     train.main([*flags, *start])
     model = ["--model_name_or_path", f"{folder}/start/final", "--max_steps", str(STEPS)]
     return [*flags, *model]

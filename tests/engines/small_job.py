@@ -25,7 +25,7 @@ from longctx.output import METRICS
 
 ACCELERATE, TORCHRUN = accelerate_launch.__file__, torchrun.__file__
 """Launchers as scripts, which a warm process need not import again: what they start is new."""
-STEPS = 5
+STEPS = 4
 ROWS_A_STEP = 4
 
 

@@ -76,7 +76,7 @@ def test_another_family(job: list[str], warm: Warm, tmp_path: Path) -> None:
 @needs_deepspeed
 def test_prompts_that_documents_share(job: list[str], warm: Warm, tmp_path: Path) -> None:
     """Are computed once: each rank has prompts of its own."""
-    prompt = " ".join(f"{i % 7} bottles of {i % 5}" for i in range(40))
+    prompt = " ".join(f"{i % 7} bottles of {i % 5}" for i in range(20))
     (tmp_path / "text").mkdir()
     for i in range(16):
         tail = " ".join(f"{i * j % 11} of {j % 3}" for j in range(5 + i))
