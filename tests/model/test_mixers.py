@@ -96,7 +96,7 @@ def test_loss_and_gradients_are_hugging_faces(family, rows, capsys) -> None:
 
 @pytest.mark.parametrize("family", MIXERS)
 def test_no_bit_depends_on_what_is_kept_and_where(family) -> None:
-    inputs, found = batch(ROWS["packed"]), []
+    inputs, found = batch([[26, 75, 1]]), []  # two chunks in a document; no error needs an average
     for keep in ("x", "o", "h", "qkv", "all"):
         for offload in ("none", "all"):
             _, ours = pair(family, torch.bfloat16, keep=keep, offload_activations=offload)
