@@ -356,8 +356,9 @@ def test_the_first_ratios_are_those_of_their_rows() -> None:
         for share in re.findall(r"(\d+)% of the VRAM", gain):
             theirs, own = (float(re.search(r"([\d.]+) GiB", x)[1]) for x in (peer, ours))
             assert round(100 * own / theirs) == int(share), line
-    assert len(found) == 4
-    files = "h200_lora_peers h200_dpo_pair h100_everyday h200_longest_step h100_states_step"
+    assert len(found) == 5
+    files = "h200_lora_peers h200_everyday h200_dpo_pair h100_everyday h200_longest_step"
+    files += " h100_states_step"
     assert not [x for x in foreign("\n".join(lines), files.split()) if x not in found]
 
 
