@@ -15,7 +15,7 @@ SHAPES = [
     # rows, T, H, G, P, N
     (1, 37, 1, 1, 16, 16),  # less than a chunk
     (2, 128, 6, 2, 24, 40),  # rows of whole chunks, groups, sizes that are no power of two
-    (1, 150, 17, 1, 16, 144),  # heads in parts of one, two blocks of the state
+    (1, 70, 17, 1, 16, 144),  # heads in parts of one, two blocks of the state
 ]
 GPU_SHAPES = [(1, 16384, 48, 1, 64, 128), (2, 1000, 128, 8, 64, 128), (1, 3000, 24, 1, 128, 256)]
 NAMES = ("x", "dt", "A", "B", "C", "D", "begin")
