@@ -71,7 +71,7 @@ class Measured(NamedTuple):
 
     forward: Spent = Spent()
     backward: Spent = Spent()
-    """Of backward, the second forward of a checkpoint included."""
+    """What the layer's backward takes, with the second forward of a checkpoint."""
 
 
 UNKNOWN = Measured()
@@ -135,7 +135,8 @@ class LayerKind:
     """Whether an adapter's input has dropout."""
     adapted: Adapted = Adapted()
     measured: Measured | None = None
-    """What the layer was measured to take; None: its seconds and bytes are counted."""
+    """The seconds and bytes that a layer of Hugging Face's was measured to take; None for a layer
+    whose cost is counted."""
 
     @property
     def scores(self) -> tuple[int, bool]:

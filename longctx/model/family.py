@@ -140,12 +140,12 @@ class Family:
     """The package whose kernels transformers takes for it, if it is there; empty where it needs
     none."""
     mixer_graph: float = 0.0
-    """What autograd saves of a token, where this is more than of other mixers with this package, in
-    elements for each column of its linear layers (mixers.py)."""
+    """The elements that autograd saves of a token in the mixer, for each column of its linear
+    layers; 0: those of all mixers with this package (mixers.py)."""
     mixer_norm: str = ""
     """The path in it of an RMSNorm with the SiLU of a gate (kernels/gated_norm.py)."""
     gate_first: bool = False
-    """That norm is of the product with the gate."""
+    """Whether the norm named by `mixer_norm` is of the product with the gate, not of the input."""
     mixer_state: Callable[[Any], tuple[int, int]] = field(default=lambda config: (0, 0))
     """Returns the elements of its state, from the configuration: those of the recurrence, in fp32,
     and those of the convolution's last inputs."""

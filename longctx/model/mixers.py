@@ -36,7 +36,7 @@ class ModelsMixer:
     norm: str = ""
     """The path of its gated norm, if it has one that ours computes."""
     gate_first: bool = False
-    """That norm is of the product with the gate."""
+    """Whether the gated norm is of the product with the gate, not of the input."""
 
     @property
     def drops(self) -> bool:

@@ -50,7 +50,7 @@ def by_token(
 
 
 def with_gradients(function: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a scan returns, and the gradients of all its arguments."""
+    """Returns what a scan gives, and the gradients of all its arguments, by name."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items()}
     y, end = function(**leaves)
     torch.manual_seed(1)
@@ -94,7 +94,8 @@ def test_heads_of_released_models(shape: tuple[int, ...]) -> None:
 
 
 def test_rows_without_a_state_and_a_skip() -> None:
-    """As with zeros, and tokens that are part of a wider tensor."""
+    """A scan without D and a first state is one with zeros; its tokens may be a part of a wider
+    tensor."""
     given = draw((2, 70, 2, 1, 16, 16), torch.bfloat16)
     rows, tokens, H, P = given["x"].shape
     wide = torch.cat([given["x"].flatten(2), given["B"].flatten(2), given["C"].flatten(2)], dim=-1)

@@ -116,7 +116,8 @@ def mamba(kind: str) -> Any:
 
 
 def in_segments(module: Any, run: Any, n: Tensor, dy: Tensor) -> list[Tensor]:
-    """What a mixer gives for two segments of a row, and all gradients."""
+    """Returns a mixer's output of a row in two segments, and the gradients of the row and of all
+    parameters."""
     n, parameters = n.detach().requires_grad_(), dict(module.named_parameters())
     first, end = run(n[:, :70], (), parameters)
     second, _ = run(n[:, 70:], end, parameters)
@@ -126,7 +127,8 @@ def in_segments(module: Any, run: Any, n: Tensor, dy: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", MAMBA)
 def test_a_mamba_with_our_kernels_is_as_exact_as_in_plain_torch(kind, monkeypatch) -> None:
-    """With the scan's reference, which rounds as 16-bit kernels do: transformers' is in fp32."""
+    """Naive is the scan's reference, which rounds as 16-bit kernels do: transformers' scan is in
+    fp32."""
     module = mamba(kind).to(DEVICE)
     n, dy = torch.randn(2, 1, 100, 64, device=DEVICE).bfloat16()
 
