@@ -85,7 +85,8 @@ def load_config(
     known = text is config or config.model_type in PREFIXES
     if args.class_type == "custom" and not (known and family_of(text)):
         around = "" if text is config else f" around {text.model_type!r}"
-        raise UserError(f"{args.model_name_or_path}: {not_known(f'{config.model_type!r}{around}')}")
+        named = args.model_name_or_path or f"--preset {args.preset}"
+        raise UserError(f"{named}: {not_known(f'{config.model_type!r}{around}')}")
     if args.class_type == "any" and (reason := why_not_any(config)):
         raise UserError(f"--class_type any: {config.model_type!r} {reason}")
     if args.schedules and (reason := _unfit(args.attn_backend, text)):

@@ -43,6 +43,8 @@ from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV
 from longctx.model.adapters import inside_peft
 
+OURS = ("custom", "any")
+"""Class types that are no peers."""
 CHECKPOINTING = ("none", "layers", "selective")
 FA4_BY_DOCUMENTS = "fa4_by_documents"
 """transformers' name of the attention here."""
@@ -52,11 +54,11 @@ LEAST_BYTES = 1024
 
 def settled(case: dict[str, Any]) -> dict[str, Any]:
     """The case with a peer's settings spelled out, for its row: Hugging Face's checkpointing is
-    the default. Exits with a line for an unknown one, and for `custom` with any."""
+    the default. Exits with a line for an unknown one, and for `custom` and `any` with any."""
     checkpointing = case["checkpointing"]
-    if case["class_type"] == "custom":
+    if case["class_type"] in OURS:
         if checkpointing is not None:
-            sys.exit("error: checkpointing= is for peers: custom has its schedule")
+            sys.exit(f"error: checkpointing= is for peers: {case['class_type']} has its own")
         return case
     checkpointing = checkpointing or "layers"
     if checkpointing not in CHECKPOINTING:
@@ -67,7 +69,7 @@ def settled(case: dict[str, Any]) -> dict[str, Any]:
 def prepare_peer(model: PreTrainedModel, case: dict[str, Any]) -> None:
     """Gives a model of Hugging Face's layers the settings of its `settled` case, under adapters
     too."""
-    if case["class_type"] == "custom":
+    if case["class_type"] in OURS:
         return
     model = inside_peft(model)
     model.config.use_cache = False  # a cache would copy every layer's keys and values

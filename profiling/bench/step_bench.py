@@ -58,7 +58,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.constants import GIB
 from profiling.bench import runner
-from profiling.bench.peers import prepare_peer
+from profiling.bench.peers import OURS, prepare_peer
 from profiling.bench.runner import ROOT, Case, rounded, until_out_of_memory
 from profiling.ladders import ladder_columns
 
@@ -101,6 +101,9 @@ LORA, NF4 = dict(lora=16), dict(lora=16, quantize="nf4")
 MIXTURE = dict(**EXACT, lora=16, preset="qwen3-30b-a3b", layers=48)
 PEER = dict(engine="plain", **LIGER)
 HYBRID = dict(lora=16, preset="qwen3.5-9b", layers=32)
+ANY = dict(engine="plain", lora=16, tokens=32768)
+MOONLIGHT = dict(**ANY, preset="moonlight-16b-a3b", layers=27)
+GEMMA4 = dict(**ANY, preset="gemma-4-default", layers=30)
 FSDP2 = dict(engine="fsdp2", backend="fa4", offload="auto")
 X4 = dict(**FSDP2, gpus=4, sequence_parallel=4)
 PUBLISHED: dict[str, list[Case]] = {
@@ -165,6 +168,15 @@ PUBLISHED: dict[str, list[Case]] = {
         {**PEER, **HYBRID, "tokens": 131072, "checkpointing": "layers", "offload": "all"},
         dict(**EXACT, lora=16, preset="qwen3.5-35b-a3b", layers=40, tokens=131072),
     ],
+    "any": [  # beside Hugging Face's layers with their checkpointing
+        {**sizes, **settings}
+        for sizes in (MOONLIGHT, GEMMA4)
+        for settings in (
+            dict(class_type="any", offload="none"),
+            dict(class_type="any", offload="all"),
+            dict(class_type="vanilla", offload="none"),
+        )
+    ],
     "dpo": [  # beside one row of as many tokens
         dict(**EXACT, tokens=132096),
         dict(**EXACT, tokens=132096, task="dpo", answer=1024),
@@ -203,8 +215,9 @@ def train_flags(case: Case, longest: int) -> list[str]:
         sequence_parallel_size=case["sequence_parallel"],
         task=case["task"],
     )
-    if case["class_type"] == "custom":
-        flags |= dict(offload_activations=case["offload"], keep=case["keep"])
+    if case["class_type"] in OURS:
+        flags |= dict(offload_activations=case["offload"])
+        flags |= dict(keep=case["keep"]) if case["class_type"] == "custom" else {}
     else:
         flags["gradient_checkpointing"] = False  # it is prepare_peer's
     if case["engine"] == "plain":
@@ -229,7 +242,7 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
     free = {"host_free_gib": round(available_host_bytes() / GIB, 1)}
     lengths = [int(n) for n in str(case["tokens"]).split("+")]
     warm_up = min(WARM_UP_TOKENS, *lengths)
-    if case["class_type"] != "custom" and case["sequence_parallel"] > 1:
+    if case["class_type"] not in OURS and case["sequence_parallel"] > 1:
         warm_up = lengths[0]  # Ulysses takes rows of as many steps at a time, of one length
         if len(lengths) > 1:
             sys.exit("error: give a peer with sequence_parallel one length a case")

@@ -232,6 +232,7 @@ def test_step_bench_measures_a_peer(checkpointing) -> None:
     [
         ("custom", "lora=2"),
         ("custom", "lora=2,quantize=nf4,place=host"),
+        ("any", "lora=2"),
         ("vanilla", "lora=2"),
         ("vanilla", "lora=2,quantize=nf4"),
     ],

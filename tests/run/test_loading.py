@@ -133,6 +133,16 @@ def test_presets_have_the_published_sizes(preset: str, parameters: int, layer: s
     assert set(model._no_split_modules) == {layer}  # what FSDP wraps
 
 
+def test_a_preset_without_a_family_is_for_any() -> None:
+    args = ModelArguments(preset="moonlight-16b-a3b", class_type="any", seq_len=4096)
+    model = without_storage(load_config(args, vocab_size=1))
+    assert model is not None
+    biases = sum(b.numel() for name, b in model.named_buffers() if "correction" in name)
+    assert sum(p.numel() for p in model.parameters()) + biases == 15_960_110_208
+    with pytest.raises(UserError, match="--preset moonlight-16b-a3b: .*--class_type any"):
+        load_config(replace(args, class_type="custom"), vocab_size=1)
+
+
 def test_a_preset_that_sees_images_has_special_tokens_where_its_language_model_looks() -> None:
     special = dict(bos_token_id=1, eos_token_id=2, pad_token_id=3)
     args = ModelArguments(preset="qwen3-vl-8b", seq_len=262144)
