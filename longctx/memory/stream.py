@@ -141,7 +141,9 @@ class StateStream:
                 output.register_hook(Hook(self, block, before_backward))
 
         hooks = [module.register_forward_pre_hook(Hook(self, block, before_forward))]
-        if block.streams:
+        # Backward of the last layer ends the loss's use of lm_head, which may be all that streams.
+        ends_loss = block in self._layers[-1:] and any(other.streams for other in self._order)
+        if block.streams or ends_loss:
             hooks.append(module.register_forward_hook(Hook(self, block, after_forward)))
         weakref.finalize(self, _remove, hooks)
 

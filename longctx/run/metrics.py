@@ -62,15 +62,32 @@ def attended(
 ) -> Tensor:  # () fp64
     """Returns what `cost.flops.step_flops` calls so. Layers with windows are counted as such, and
     those without attention, as of a hybrid, not at all; nor is padding, where `real` is False."""
-    wide = config.num_attention_heads * head_dim(config)
     total = torch.zeros((), dtype=torch.float64, device=position_ids.device)
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
-    found = [w for w, name in zip(windows(config), types, strict=False) if name not in NO_ATTENTION]
-    for (columns, window), layers in Counter((wide, w) for w in found).items():
+    layers_of = zip(types, _columns(config), windows(config), strict=False)
+    found = Counter(
+        (columns, window) for name, columns, window in layers_of if name not in NO_ATTENTION
+    )
+    for (columns, window), layers in found.items():
         seen = position_ids if window is None else position_ids.clamp(max=window - 1)
         keys = 2 * seen + 1
         total += columns * layers * (keys if real is None else keys * real).sum()
     return total
+
+
+def _columns(config: PretrainedConfig) -> list[float]:
+    """Returns the columns of each layer's scores and values, of all heads: their mean where the two
+    differ, as in DeepSeek-V3. Each layer may have its own, as in Gemma 4."""
+    layers = config.num_hidden_layers
+    of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else ()
+
+    def columns(config: PretrainedConfig) -> float:
+        values = getattr(config, "v_head_dim", None)
+        scores = getattr(config, "qk_head_dim", None)
+        size = (values + scores) / 2 if values and scores else head_dim(config)
+        return float(config.num_attention_heads * size)
+
+    return [columns(of_layers[i]) for i in range(layers)] if of_layers else layers * [columns(config)]
 
 
 def peak_memory(device: torch.device, held_bytes: int = 0) -> dict[str, float]:

@@ -4,6 +4,7 @@ test_exact_states.py."""
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import peft
 import pytest
@@ -101,6 +102,21 @@ def test_what_is_on_the_gpu_does_not_come(arrivals) -> None:
     train(place(llama(device=DEVICE), everything_on_gpu), 2)
     train(place(llama(device=DEVICE), lambda spec: Place(states=not spec.modules)), 2)
     assert not arrivals
+
+
+def test_a_head_that_alone_streams_leaves_before_the_layers_backward() -> None:
+    """Though no layer's weights come, whose way would drop it."""
+    placed = place(llama(device=DEVICE), lambda spec: Place(weight=spec.name != "lm_head"))
+    (head,) = (block for block in placed.stream.blocks if block.streams)
+    layers, seen = placed.module.model.layers, []
+
+    def watch(layer: Any) -> None:
+        layer.register_full_backward_hook(lambda *_: seen.append(head.is_away))
+
+    for layer in layers:
+        watch(layer)
+    train(placed, 2)
+    assert seen == 2 * len(layers) * [True]
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -63,6 +63,16 @@ def test_flops_of_windows() -> None:
     assert attended(GPT2Config(n_layer=3), positions) == 768 * 3 * (9 + 25)
 
 
+def test_flops_of_heads_of_other_sizes() -> None:
+    """Gemma 4's differ from layer to layer, and DeepSeek-V3's scores and values from each other."""
+    positions = torch.tensor([[0, 1, 2, 3, 4]])
+    types = 5 * ["sliding_attention"] + ["full_attention"]
+    gemma = AutoConfig.for_model("gemma4_text", layer_types=types, num_hidden_layers=6)
+    assert attended(gemma, positions) == 8 * (5 * 256 + 512) * 25
+    deepseek = AutoConfig.for_model("deepseek_v3", num_hidden_layers=2)
+    assert attended(deepseek, positions) == 128 * (128 + 64 + 128) / 2 * 2 * 25
+
+
 def test_flops_of_hybrids() -> None:
     """Layers with a recurrence have no attention, and some of Nemotron-H have neither."""
     positions = torch.tensor([[0, 1, 2, 3, 4]])
