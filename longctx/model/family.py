@@ -61,6 +61,19 @@ def head_dim(config: Any) -> int:
     return size
 
 
+def config_of_layers(config: Any) -> list[Any]:
+    """Returns the configuration of each layer, which may have heads and widths of its own, as
+    Gemma 4's: whoever asks the whole model's for those gets an error of transformers'."""
+    layers = range(config.num_hidden_layers)
+    differ = getattr(config, "is_heterogeneous", False)
+    return [config.per_layer_config[i] if differ else config for i in layers]
+
+
+def head_dims(config: Any) -> list[int]:
+    """Returns the size of a head of each layer."""
+    return [head_dim(own) for own in config_of_layers(config)]
+
+
 def kv_heads(config: Any) -> int:
     count: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return count

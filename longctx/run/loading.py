@@ -43,7 +43,7 @@ from longctx.model.classes import (
 )
 from longctx.model.declined import is_dropout, set_dropout_
 from longctx.model.families import family_of, has_windows, not_known, score_cap
-from longctx.model.family import head_dim
+from longctx.model.family import head_dims, kv_heads
 from longctx.model.forwards.said import foretell
 from longctx.model.patch import check_parts, patch_as
 from longctx.model.positions import keep_documents_apart
@@ -91,10 +91,10 @@ def load_config(
         raise UserError(f"--class_type any: {config.model_type!r} {reason}")
     if args.schedules and (reason := _unfit(args.attn_backend, text)):
         raise UserError(reason)
-    kv_heads = getattr(text, "num_key_value_heads", None) or 1
-    if args.schedules and kv_heads % (args.head_groups or 1):
+    if args.schedules and kv_heads(text) % (args.head_groups or 1):
         raise UserError(
-            f"--head_groups {args.head_groups} must divide the model's {kv_heads} key/value heads"
+            f"--head_groups {args.head_groups} must divide the model's {kv_heads(text)} key/value "
+            "heads"
         )
     check_parts("--parts", args.patch_options, config)
     _check_context(text, args, flag)
@@ -275,7 +275,7 @@ def _hf_attention(args: ModelArguments, device: torch.device, config: Any = None
     if backend == "fa2" and not installed("flash_attn"):
         raise UserError("--attn_backend fa2 is not installed: pip install flash-attn")
     if backend == "fa4":
-        size = head_dim(config) if config else flash4.SMALLEST_HEAD
+        size = max(head_dims(config)) if config else flash4.SMALLEST_HEAD
         if reason := flash4.why_not(device, size):
             raise UserError(f"--attn_backend fa4: flash-attn-4 {reason}; use sdpa")
     return HF_ATTENTION[backend]

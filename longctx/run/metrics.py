@@ -25,7 +25,7 @@ from longctx.cost.flops import matmul_parameters, mfu, step_flops
 from longctx.cost.machines import peak_flops
 from longctx.engines.collectives import all_reduce_sum, whole_numel
 from longctx.model.families import windows
-from longctx.model.family import head_dim
+from longctx.model.family import config_of_layers, head_dim
 from longctx.model.look import look
 from longctx.model.matrices import active_shares
 from longctx.model.vision import tower_parameters
@@ -64,7 +64,8 @@ def attended(
     those without attention, as of a hybrid, not at all; nor is padding, where `real` is False."""
     total = torch.zeros((), dtype=torch.float64, device=position_ids.device)
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
-    layers_of = zip(types, _columns(config), windows(config), strict=False)
+    columns_of = map(_columns, config_of_layers(config))
+    layers_of = zip(types, columns_of, windows(config), strict=False)
     found = Counter(
         (columns, window) for name, columns, window in layers_of if name not in NO_ATTENTION
     )
@@ -75,19 +76,12 @@ def attended(
     return total
 
 
-def _columns(config: PretrainedConfig) -> list[float]:
-    """Returns the columns of each layer's scores and values, of all heads: their mean where the two
-    differ, as in DeepSeek-V3. Each layer may have its own, as in Gemma 4."""
-    layers = config.num_hidden_layers
-    of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else ()
-
-    def columns(config: PretrainedConfig) -> float:
-        values = getattr(config, "v_head_dim", None)
-        scores = getattr(config, "qk_head_dim", None)
-        size = (values + scores) / 2 if values and scores else head_dim(config)
-        return float(config.num_attention_heads * size)
-
-    return [columns(of_layers[i]) for i in range(layers)] if of_layers else layers * [columns(config)]
+def _columns(config: PretrainedConfig) -> float:
+    """Returns the columns of a layer's scores and values, of all heads: their mean where the two
+    differ, as in DeepSeek-V3."""
+    values, scores = (getattr(config, name, None) for name in ("v_head_dim", "qk_head_dim"))
+    size = (values + scores) / 2 if values and scores else head_dim(config)
+    return float(config.num_attention_heads * size)
 
 
 def peak_memory(device: torch.device, held_bytes: int = 0) -> dict[str, float]:

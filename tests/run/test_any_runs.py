@@ -88,12 +88,18 @@ def test_a_run_resumes(tmp_path) -> None:
     assert all(torch.equal(resumed[name], x) for name, x in whole.items())
 
 
-def test_a_model_trains_whose_heads_differ_by_layer(tmp_path) -> None:
-    """transformers 5.23 has an error of its own for who asks Gemma 4 how large a head is."""
-    more = dict(global_head_dim=16, vocab_size_per_layer_input=8192)
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_model_trains_whose_heads_differ_by_layer(tmp_path, shares) -> None:
+    """transformers has an error of its own for who asks Gemma 4 how large a head is, or the largest
+    one how many key/value heads there are."""
+    more: dict[str, object] = dict(global_head_dim=16, vocab_size_per_layer_input=8192)
+    if shares:
+        heads = dict(num_global_key_value_heads=1, attention_k_eq_v=True)
+        more |= dict(**heads, num_kv_shared_layers=0, hidden_size_per_layer_input=0)
     flags = [*flags_of(tmp_path, "gemma4_text", **more), "--dtype", "bfloat16"]
-    found = losses(flags, tmp_path / "any", "--class_type", "any")
-    assert len(found) == 3 and found[-1] < found[0]
+    for class_type in ("any", "vanilla"):
+        found = losses(flags, tmp_path / class_type, "--class_type", class_type)
+        assert len(found) == 3 and found[-1] < found[0]
 
 
 def test_a_run_tries_attention_and_loss_once(tmp_path, monkeypatch) -> None:
