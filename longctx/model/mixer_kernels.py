@@ -11,14 +11,14 @@ LoRA           PEFT converts what an adapter reads to fp32, and adds what it giv
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, wrap_torch_function
 
 from longctx.kernels.causal_conv import MOST_TAPS, causal_conv
 from longctx.kernels.gated_norm import gated_norm
@@ -34,6 +34,16 @@ from longctx.model.adapters import (
     why_not_applied,
     why_not_dense,
 )
+
+
+def _tensors(*args: Any, **kwargs: Any) -> list[Tensor]:
+    return [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+
+
+_as_one = wrap_torch_function(_tensors)
+"""Makes a function one of torch's for `OurConvolution`, which would otherwise see every attribute
+of a tensor that is read in it: hundreds in a call of a mixer, each of which takes Python 3 us
+more."""
 
 
 class OurConvolution(TorchFunctionMode):
@@ -94,25 +104,19 @@ def _convolved(
     return (y[:, taps - 1 :] if begins else y).mT
 
 
-SCAN = "mamba2_chunk_scan"
-"""The function that transformers' files call for the scan of Mamba 2."""
-
-
 @contextmanager
-def our_scan(module: nn.Module) -> Iterator[None]:
-    """A context in which the scan that a Mamba 2 calls is ours, where its kernels take it."""
-    home = sys.modules[type(module).__module__]
-    theirs = getattr(home, SCAN, None)
-    if theirs is None:
-        yield
-        return
-    setattr(home, SCAN, partial(_scanned, theirs))
+def our_recurrence(module: nn.Module) -> Iterator[None]:
+    """A context in which the functions of RECURRENCES that a mixer's file has are exchanged."""
+    home = vars(sys.modules[type(module).__module__])
+    theirs = {name: home[name] for name in RECURRENCES if name in home}
+    home.update({name: partial(RECURRENCES[name], given) for name, given in theirs.items()})
     try:
         yield
     finally:
-        setattr(home, SCAN, theirs)
+        home.update(theirs)
 
 
+@_as_one
 def _scanned(
     theirs: Any,
     hidden_states: Tensor,  # (rows, T, H, P)
@@ -130,7 +134,7 @@ def _scanned(
     return_final_states: bool = False,
     **more: Any,
 ) -> Any:
-    """Takes what transformers gives to its own function."""
+    """The scan of Mamba 2: takes what transformers gives to its own function."""
     x = hidden_states
     plain = not any(isinstance(given, Tensor) for given in more.values())
     if not (plain and runs_kernel(x) and x.element_size() == 2 and x.shape[-1] <= WIDEST):
@@ -146,6 +150,17 @@ def _scanned(
     return (y, end) if return_final_states else y
 
 
+@_as_one
+def _theirs(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    return theirs(*args, **kwargs)
+
+
+RECURRENCES = {"mamba2_chunk_scan": _scanned, "torch_chunk_gated_delta_rule": _theirs}
+"""Maps functions that transformers' files call to what runs instead, which gets them as its first
+argument: our scan of Mamba 2, where its kernels take it, and Gated DeltaNet's own function, which
+the package of its kernels has exchanged."""
+
+
 @contextmanager
 def our_gated_norm(norm: nn.Module | None, *, gate_first: bool = False) -> Iterator[None]:
     """A context in which a mixer's gated RMSNorm is ours, unless somebody else has exchanged its
@@ -154,26 +169,25 @@ def our_gated_norm(norm: nn.Module | None, *, gate_first: bool = False) -> Itera
         yield
         return
 
-    def forward(x: Tensor, gate: Tensor) -> Tensor:
-        weight, eps = norm.weight, norm.variance_epsilon
-        assert isinstance(weight, Tensor) and isinstance(eps, float)
-        groups = len(weight) // getattr(norm, "group_size", len(weight))
-        gate = gate.to(x.dtype)
-        return gated_norm(x, gate, weight, eps, gate_first=gate_first, groups=groups)
-
-    norm.forward = forward
+    norm.forward = partial(_normed, norm, gate_first=gate_first)
     try:
         yield
     finally:
         del norm.forward
 
 
+@_as_one
+def _normed(norm: nn.Module, x: Tensor, gate: Tensor, *, gate_first: bool) -> Tensor:
+    weight, eps = norm.weight, norm.variance_epsilon
+    assert isinstance(weight, Tensor) and isinstance(eps, float)
+    groups = len(weight) // getattr(norm, "group_size", len(weight))
+    gate = gate.to(x.dtype)
+    return gated_norm(x, gate, weight, eps, gate_first=gate_first, groups=groups)
+
+
 @contextmanager
-def our_adapters(module: nn.Module) -> Iterator[None]:
-    """A context in which linear layers with an adapter inside a module are the schedule's
-    (layer/adapted.py). PEFT's own run those that drop some of what they read, that are trained
-    themselves, or that somebody else has changed."""
-    found = [inner for inner in module.modules() if _is_ours(inner)]
+def our_adapters(found: Sequence[nn.Module]) -> Iterator[None]:
+    """A context in which these linear layers (`ours_in`) are the schedule's (layer/adapted.py)."""
     for inner in found:
         inner.forward = partial(_adapted, inner)
     try:
@@ -181,6 +195,13 @@ def our_adapters(module: nn.Module) -> Iterator[None]:
     finally:
         for inner in found:
             del inner.forward
+
+
+def ours_in(module: nn.Module) -> list[nn.Module]:
+    """Returns the linear layers with an adapter inside a module that `our_adapters` takes. PEFT's
+    own code runs those that drop some of what they read, that are trained themselves, or that
+    somebody else has changed."""
+    return [inner for inner in module.modules() if _is_ours(inner)]
 
 
 def _is_ours(module: Any) -> bool:
@@ -205,6 +226,7 @@ def _dense_dtype(base: nn.Module) -> torch.dtype | None:
     return None if state is None else state.dtype
 
 
+@_as_one
 def _adapted(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     base, adapter = module.base_layer, applied({"": module}).get("")
     plain = adapter is not None and not adapter.dropout and not adapter.more

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,13 @@ from longctx.kernels.state_space import WIDEST
 from longctx.layer.parts.mixer import State
 from longctx.model.families import layers_of
 from longctx.model.family import Family, part_of
-from longctx.model.mixer_kernels import OurConvolution, our_adapters, our_gated_norm, our_scan
+from longctx.model.mixer_kernels import (
+    OurConvolution,
+    our_adapters,
+    our_gated_norm,
+    our_recurrence,
+    ours_in,
+)
 from longctx.safety.packages import pip_install
 from longctx.safety.system import installed
 
@@ -38,6 +45,11 @@ class ModelsMixer:
     gate_first: bool = False
     """Whether the gated norm is of the product with the gate, not of the input."""
 
+    @cached_property
+    def _adapted(self) -> list[nn.Module]:
+        """The linear layers in it whose adapters ours runs: in all segments of a pass the same."""
+        return ours_in(self.module)
+
     @property
     def drops(self) -> bool:
         return self.module.training and any(
@@ -53,9 +65,9 @@ class ModelsMixer:
         carried = Carried(begin)
         how = {"hidden_states": n, self.cache: carried}
         norm = self.module.get_submodule(self.norm) if self.norm else None
-        convolution, kernels = OurConvolution(begins=bool(begin)), our_scan(self.module)
+        convolution, kernels = OurConvolution(begins=bool(begin)), our_recurrence(self.module)
         gated = our_gated_norm(norm, gate_first=self.gate_first)
-        with convolution, kernels, gated, our_adapters(self.module):
+        with convolution, kernels, gated, our_adapters(self._adapted):
             z: Tensor = functional_call(self.module, dict(parameters), (), how)
         return z, carried.end
 

@@ -15,7 +15,7 @@ from exactness import DEVICE, assert_exact
 from longctx.kernels import launch
 from longctx.kernels.state_space import scan_reference
 from longctx.model import mixer_kernels
-from longctx.model.mixer_kernels import OurConvolution, our_gated_norm, our_scan
+from longctx.model.mixer_kernels import OurConvolution, our_gated_norm, our_recurrence
 from longctx.model.mixers import Carried, ModelsMixer
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -137,7 +137,7 @@ def test_a_mamba_with_our_kernels_is_as_exact_as_in_plain_torch(kind, monkeypatc
         return module(hidden_states=n, cache_params=carried), carried.end
 
     def plain(n: Tensor, begin: Any, parameters: Any) -> Any:
-        with our_scan(module):
+        with our_recurrence(module):
             return theirs(n, begin, parameters)
 
     truth = in_segments(module.double(), theirs, n.double(), dy)
@@ -160,7 +160,7 @@ def test_another_scan_stays_transformers() -> None:
     home = import_module(type(module).__module__)
     theirs, n = home.mamba2_chunk_scan, torch.randn(1, 9, 64)
     wanted = module(n)
-    with our_scan(module), our_scan(nn.Linear(1, 1)):
+    with our_recurrence(module), our_recurrence(nn.Linear(1, 1)):
         assert home.mamba2_chunk_scan is not theirs
         assert torch.equal(module(n), wanted)
     assert home.mamba2_chunk_scan is theirs
