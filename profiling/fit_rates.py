@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -285,16 +285,22 @@ def grouped() -> float:
     return float(flops / sum(row["ms"] / 1e3 for row in rows) / MACHINES["h100"].flops)
 
 
-def mixers() -> float:
-    """MIXERS, forward twice and backward: the bytes that an H100 moves in the seconds of the phase
-    that its matmuls and the rows around them (7 of them) do not take."""
-    found = json.loads((RESULTS / "h100_hybrid_phases.json").read_text())["rows"]
+def mixers(file: str, machine: str, layers: int, maps: Sequence[tuple[int, int]]) -> float:
+    """A kind of MIXERS, forward twice and backward: the elements that the GPU moves in the seconds
+    of the phase that matmuls and the rows around them (7 of them) do not take. `maps` are the
+    inputs and outputs of a mixer's linear layers, the first of which reads the hidden state."""
+    found = json.loads((RESULTS / f"{file}.json").read_text())["rows"]
     (row,) = (row for row in found if row["phase"] == "mixer")
-    layers, hidden, columns = 24, 4096, 8192 + 4096 + 32 + 32 + 4096  # of Qwen3.5-9B
-    h100 = MACHINES["h100"]
-    matmuls = 3 * 2 * hidden * columns / h100.flops
+    gpu, hidden = MACHINES[machine], maps[0][0]
+    matmuls = 3 * 2 * sum(inputs * outputs for inputs, outputs in maps) / gpu.flops
     seconds = row["s_per_step"] / layers / row["tokens"] - matmuls
-    return float((seconds * h100.memory_bytes / BF16 - 7 * hidden) / columns)
+    moved = seconds * gpu.memory_bytes / BF16 - 7 * hidden
+    return float(moved / sum(outputs for _, outputs in maps))
+
+
+QWEN3_5_9B = [(4096, 8192 + 4096 + 32 + 32), (4096, 4096)]
+GRANITE_4_TINY = [(1536, 2 * 3072 + 2 * 128 + 48), (3072, 1536)]
+"""The linear layers of their mixers."""
 
 
 def towers() -> float:
@@ -456,12 +462,18 @@ FITS: tuple[Fit, ...] = (
         files="h100_grouped",
         tolerance=0.05,
     ),
-    Fit(
-        name="MIXERS",
-        today=2 * fitted.MIXERS[0] + fitted.MIXERS[1],
-        again=mixers,
-        files="h100_hybrid_phases",
-        tolerance=0.05,
+    *(
+        Fit(
+            name=f"MIXERS[{kind}]",
+            today=2 * fitted.MIXERS[kind][0] + fitted.MIXERS[kind][1],
+            again=partial(mixers, file, *of),
+            files=file,
+            tolerance=0.05,
+        )
+        for kind, file, *of in (
+            ("delta rule", "h100_hybrid_phases", "h100", 24, QWEN3_5_9B),
+            ("mamba", "h200_granite_phases", "h200", 36, GRANITE_4_TINY),
+        )
     ),
     Fit(
         name="TOWERS",
@@ -491,6 +503,7 @@ UNFITTED = {
     "LAUNCHES": "chosen",
     "ADAPTER_LAUNCHES": "counted in h100_qlora_kernels.json",
     "EXPERT_LAUNCHES": "counted in a trace of layers of Qwen3-30B-A3B",
+    "MIXER_LAUNCHES": "counted in the trace of h200_granite_phases.json",
     "LAUNCH_S": "chosen",
     "TOWER_LAUNCHES": "counted",
     "TOWER_GRADIENT_LAUNCHES": "counted",

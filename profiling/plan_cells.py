@@ -489,7 +489,8 @@ def alone(
     limit: int,
     without: tuple[str, ...] = ("update",),
 ) -> Plan:
-    """Of forward and backward alone: without states, and without the phases that it names."""
+    """Of forward and backward alone: without states, without the phases that it names, and without
+    a trainer for whom the GPU would wait."""
     specs = state_blocks(made.model, movable=False)
     blocks = [replace(spec.sizes(accumulates=False), states=0) for spec in specs]
     levels = Levels(blocks, "gpu", accumulates=False)
@@ -506,7 +507,7 @@ def alone(
         backend="fa4",
         decision=decision,
         phases=found,
-        seconds=predicted(step, chosen),
+        seconds=predicted(step, chosen)._replace(waits=0.0),
         gpu_limit=limit,
         problem=None if most <= limit else f"{most / GIB:.1f} GiB of GPU memory are needed",
         rank_host_bytes=decision.host.nbytes,

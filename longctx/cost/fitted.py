@@ -78,11 +78,16 @@ BESIDE = 3.9
 longer: they take multiprocessors from attention, and are packed (h200_shared_step.json, of 131072
 to 425984 tokens)."""
 LAUNCHES, ADAPTER_LAUNCHES, EXPERT_LAUNCHES, LAUNCH_S = 80, 92, 32, 50e-6
-"""Kernels of a layer in forward and backward, those of its adapters over NF4 besides (5,505 kernels
-of a step of Llama-3.1-8B, h100_qlora_kernels.json), those that experts have more than an MLP (204
-kernels of a layer of Qwen3-30B-A3B with adapters), and seconds in which Python launches one. The
+"""Kernels of a layer in forward and backward of a tile, those of its adapters over NF4 besides
+(5,505 kernels of a step of Llama-3.1-8B, h100_qlora_kernels.json), those that experts have more
+than an MLP (204 kernels of a layer of Qwen3-30B-A3B with adapters), and seconds in which Python
+launches one. The
 seconds are chosen: near the rows of 87fbe29 in h100_everyday.json, whose adapters had 138 kernels
 more."""
+MIXER_LAUNCHES = 140
+"""Kernels that a layer with a mixer has more than one with attention, for each of its segments:
+13,400 in 40 layers of Granite 4.0 Tiny with adapters, of which 36 have one
+(h200_granite_phases.json)."""
 GAP_S, HOST_S = 0.5e-6, 5e-3
 """Seconds between two kernels of a CUDA graph, which are chosen, and those of a step in which the
 GPU waits for the trainer: from the norm of the gradients, which it waits for, to the next forward.
@@ -95,11 +100,12 @@ GROUPED = 0.8
 """The share of matmuls' rate that grouped matmuls of experts reach: those of Qwen3-30B-A3B over
 8192 and 32768 tokens, without weight gradients' sums, which are counted as bytes
 (h100_grouped.json)."""
-MIXERS = 15.4, 36.7
-"""The elements that an H100 could move, for each token and column of a mixer's linear layers, in
-the seconds that the mixer takes besides its matmuls: forward, and backward. Fitted to Qwen3.5-9B's
-Gated DeltaNet with adapters, forward twice and backward once (h100_hybrid_phases.json); how the sum
-divides is chosen by a count of its tensors."""
+MIXERS = {"delta rule": (15.4, 36.7), "mamba": (8.1, 44.6), "convolution": (3.0, 7.0)}
+"""The elements that a GPU could move, for each token and column of a mixer's linear layers, in the
+seconds that the mixer takes besides its matmuls: forward, and backward. Fitted to forward twice and
+backward once, with adapters: Gated DeltaNet's to Qwen3.5-9B on an H100 (h100_hybrid_phases.json),
+Mamba 2's to Granite 4.0 Tiny on an H200 (h200_granite_phases.json). How the sums divide is chosen
+by a count of tensors, and so is all of short convolutions."""
 TOWERS = 0.34
 """The share of matmuls' rate that a tower reaches in Hugging Face's code, whose norms, activations
 and RoPE in fp32 read and write more than its matmuls compute: Qwen3-VL-8B's, frozen and trained,

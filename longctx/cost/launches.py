@@ -15,38 +15,45 @@ from longctx.cost.fitted import (
     HOST_S,
     LAUNCH_S,
     LAUNCHES,
+    MIXER_LAUNCHES,
 )
 from longctx.cost.peak import Tables
+from longctx.cost.seconds import Numbers
 from longctx.cost.sizes import Sizes
 from longctx.cost.table import Phase
 
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 
-def kernels(sizes: Sizes) -> int:
+def kernels(tables: Tables) -> int:
     """Returns the kernels of a batch's layers, forward and backward."""
-    return sum(_kernels_of(sizes.kinds[kind]) for kind in sizes.of_layer)
+    sizes = tables.sizes
+    return sum(_kernels_of(sizes.kinds[kind], tables) for kind in sizes.of_layer)
 
 
-def _kernels_of(kind: LayerKind) -> int:
-    adapters = ADAPTER_LAUNCHES if kind.rank else 0
-    return LAUNCHES + adapters + (EXPERT_LAUNCHES if kind.experts else 0)
+def _kernels_of(kind: LayerKind, tables: Tables) -> int:
+    """Tiles and segments count where kernels are many and short: of experts, and of mixers."""
+    dense = LAUNCHES + (ADAPTER_LAUNCHES if kind.rank else 0)
+    of_tiles = tables.tiles * (dense + EXPERT_LAUNCHES) if kind.experts else dense
+    return of_tiles + (tables.segments * MIXER_LAUNCHES if kind.mixer else 0)
 
 
-def host_waits(sizes: Sizes, passes: int, computed_s: float, *, graphs: bool) -> float:
+def host_waits(tables: Tables, passes: int, computed_s: Numbers, *, graphs: bool) -> Numbers:
     """Returns the seconds of a step in which the GPU waits for the host, of kernels that take
     `computed_s`."""
-    launched = passes * kernels(sizes)
+    if tables.sizes.class_type != "custom":  # whose launches nobody has counted
+        return 0.0
+    launched = passes * kernels(tables)
     if graphs:
         return HOST_S + launched * GAP_S
     return HOST_S + together(computed_s, launched * LAUNCH_S) - computed_s
 
 
-def together(computed_s: float, launched_s: float) -> float:
+def together(computed_s: Numbers, launched_s: float) -> Numbers:
     """Returns the seconds of kernels that take `computed_s`, and that Python takes `launched_s` to
     launch: the longer of the two, and more where they are alike, since Python does not always run
     far ahead."""
-    return float((computed_s**3 + launched_s**3) ** (1 / 3))
+    return (computed_s**3 + launched_s**3) ** (1 / 3)
 
 
 def layer_gradients(sizes: Sizes) -> int:

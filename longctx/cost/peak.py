@@ -131,6 +131,10 @@ class Tables(Protocol):
     def tiles(self) -> int:
         """How many tiles a batch has."""
 
+    @property
+    def segments(self) -> int:
+        """How many segments a batch has in a mixer."""
+
 
 def made_bytes(layer: Table, keep: Keep) -> int:
     """Returns the bytes of the activations that a layer's forward has made, and those that its

@@ -64,7 +64,7 @@ class Chosen:
     """The largest bytes of a step. If they exceed the budget, nothing fits, and this choice lacks
     least."""
     seconds: float
-    """The seconds of a step, without those in which the GPU waits for the host's launches."""
+    """The seconds of a step."""
     graph_bytes: int = 0
     """Bytes among those needed that CUDA graphs take; 0: layers run eagerly."""
     no_graphs: str = ""
@@ -86,6 +86,8 @@ class Step:
     """The ladder and the sizes with their cut, if they are already decided."""
     graphs: bool = False
     """Whether layers run as CUDA graphs if nothing of them waits on the host."""
+    recorded: bool = False
+    """Whether they do."""
     again: bool = False
     """Whether layers can run forward again in backward, so that not each must keep its input."""
     beside_bytes: int = 0
@@ -113,11 +115,11 @@ def choose(step: Step, levels: Sequence[Levels], budget: Budget) -> Chosen:
         return eager
     if reason := _why_not_recorded(step, levels):
         return replace(eager, no_graphs=reason)
-    here = replace(step, offload="none", again=False)
-    graphed = _choose(here, [levels[0].resident], budget, graphs=True)
+    here = replace(step, offload="none", again=False, recorded=True)
+    graphed = _choose(here, [levels[0].resident], budget)
     if graphed.needed.gpu > budget.gpu or hosts(graphed.ladder):
         return replace(eager, no_graphs="a step with them does not fit into the GPU's memory")
-    if _with_waits(step, graphed) >= _with_waits(step, eager):
+    if graphed.seconds >= eager.seconds:
         return replace(eager, no_graphs="layers would keep less for backward, and take longer")
     return graphed
 
@@ -139,21 +141,16 @@ def _why_not_recorded(step: Step, levels: Sequence[Levels]) -> str | None:
     return None
 
 
-def _with_waits(step: Step, chosen: Chosen) -> float:
-    passes, graphs = step.batch.passes, chosen.graph_bytes > 0
-    return chosen.seconds + host_waits(chosen.sizes, passes, chosen.seconds, graphs=graphs)
-
-
 Best = tuple[Score, Chosen | None]
 """The best so far; None before the first."""
 
 
-def _choose(step: Step, levels: Sequence[Levels], whole: Budget, *, graphs: bool = False) -> Chosen:
-    """Returns the best choice where layers run eagerly, or as CUDA graphs."""
+def _choose(step: Step, levels: Sequence[Levels], whole: Budget) -> Chosen:
+    """Returns the best choice where layers run eagerly, or are recorded as CUDA graphs."""
     every = [step.count(sizes, step.batch) for sizes in _cuts(step)]
     best: Best = Score(sys.maxsize), None
     for tables in every:
-        held = graph_bytes(tables) if graphs else 0
+        held = graph_bytes(tables) if step.recorded else 0
         counted = Counted(_candidates(step, tables), tables)
         best = _better(step, counted, levels, whole, best, held)
     for tables in _of_least_memory(step, every) if _may_be_sparse(step, every[0]) else ():
@@ -316,7 +313,7 @@ def _seconds(step: Step, counted: Counted, traffic: Traffic) -> Seconds:
 
 
 def _timed(step: Step, tables: Tables, again: Load, hosted: Hosted, traffic: Traffic) -> Seconds:
-    return seconds(
+    found = seconds(
         tables,
         passes=step.batch.passes,
         again=again,
@@ -325,6 +322,8 @@ def _timed(step: Step, tables: Tables, again: Load, hosted: Hosted, traffic: Tra
         rates=step.rates,
         exchanges=step.exchanges,
     )
+    waits = host_waits(tables, step.batch.passes, found.step, graphs=step.recorded)
+    return found._replace(waits=found.waits + waits)
 
 
 def host_bytes(step: Step, chosen: Chosen) -> int:
@@ -341,6 +340,7 @@ def hosted_bytes(tables: Tables, ladder: Ladder) -> tuple[int, ...]:
 def predicted(step: Step, chosen: Chosen) -> Seconds:
     """Returns the seconds of a choice, on another batch or with other exchanges than those that it
     was chosen for."""
+    step = replace(step, recorded=chosen.graph_bytes > 0)
     tables = step.count(chosen.sizes, step.batch)
     counted = Counted(Candidates.one(chosen.ladder, chosen.sizes.of_layer), tables)
     found = _seconds(step, counted, chosen.traffic)

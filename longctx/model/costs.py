@@ -16,6 +16,7 @@ from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Table, Work, joined
 from longctx.head.log_probs import scoring_cost
 from longctx.head.loss import loss_cost
+from longctx.layer import segments as cutting
 from longctx.layer.adapters.dora import dora_cost
 from longctx.layer.adapters.lora import adapters_cost
 from longctx.layer.linear import dense_cost
@@ -101,3 +102,7 @@ class StepTable:
     @property
     def tiles(self) -> int:
         return -(-self.batch.tokens // self.sizes.cut(self.batch.tokens).tile_tokens)
+
+    @property
+    def segments(self) -> int:
+        return -(-self.batch.tokens // cutting.SEGMENT_TOKENS)

@@ -149,6 +149,8 @@ class Family:
     """The rest of the name of its class."""
     mixer_cache: str = "cache_params"
     """The name under which its forward takes transformers' cache."""
+    mixer_kind: str = "delta rule"
+    """What it computes, by the names of cost/fitted.py."""
     mixer_package: str = "fla"
     """The package whose kernels transformers takes for it, if it is there; empty where it needs
     none."""

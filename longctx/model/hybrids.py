@@ -64,7 +64,9 @@ def _mamba_state(config: Any) -> tuple[int, int]:
 
 
 # Of the graph 1.5 are states before chunks and their gradients, which backward makes.
-_MAMBA: dict[str, Any] = dict(mixer_package="", mixer_graph=4.3, mixer_state=_mamba_state)
+_MAMBA: dict[str, Any] = dict(
+    mixer_kind="mamba", mixer_package="", mixer_graph=4.3, mixer_state=_mamba_state
+)
 _MAMBA_NORM: dict[str, Any] = dict(mixer_norm="norm", gate_first=True)
 
 
@@ -133,6 +135,7 @@ _LFM2_MIXED: dict[str, Any] = _without_attention(_LFM2) | dict(
     mixer="conv",
     mixer_class="ShortConv",
     mixer_cache="past_key_values",
+    mixer_kind="convolution",
     mixer_package="",
     mixer_state=_convolution_state,
 )

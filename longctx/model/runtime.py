@@ -25,7 +25,7 @@ from longctx.attention.protocol import Attention
 from longctx.attention.sharded import Sharded
 from longctx.attention.shards import Shards
 from longctx.cost.dims import Adapted, LayerKind, Mixed
-from longctx.cost.fitted import GRAPHED_TOKENS
+from longctx.cost.fitted import GRAPHED_TOKENS, MIXERS
 from longctx.cost.kept import describe, run_again, uniform
 from longctx.cost.rates import AttentionRates, Rates
 from longctx.cost.sizes import Batch, Cut, Sizes, default_head_groups, default_tile_tokens, kinds_of
@@ -318,7 +318,7 @@ def model_sizes(
 def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int) -> LayerKind:
     """Returns the kind of a layer, in the dtype of the activations."""
     named = layer_weights(layer, family, look)
-    inside = [x for name, x in named.items() if name.startswith(f"{MIXER}.")]
+    inside = {name: x for name, x in named.items() if name.startswith(f"{MIXER}.")}
     weights = [x for name, x in named.items() if not name.startswith(f"{MIXER}.")]
     adapters = layer_adapters(layer, family, look).values()
     packed = [state for w in named.values() if (state := packed_state(w)) is not None]
@@ -363,16 +363,19 @@ def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int
     )
 
 
-def _mixed(parameters: list[Tensor], family: Family, config: Any, itemsize: int) -> Mixed:
-    """Returns the sizes of a mixer with these parameters, adapters among them."""
-    matrices = [shape for x in parameters if len(shape := whole_shape(x)) == 2]
+def _mixed(inside: dict[str, Tensor], family: Family, config: Any, itemsize: int) -> Mixed:
+    """Returns the sizes of a mixer with these parameters, PEFT's among them. An adapter adds to
+    what its linear layer gives, and makes no column."""
+    shapes = {name: whole_shape(x) for name, x in inside.items()}
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
     recurrent, convolved = family.mixer_state(config)
     return Mixed(
-        columns=sum(rows for rows, _ in matrices),
-        parameters=sum(rows * columns for rows, columns in matrices),
-        trained=sum(math.prod(whole_shape(x)) for x in parameters if x.requires_grad),
+        columns=sum(rows for name, (rows, _) in matrices.items() if ".lora_" not in name),
+        parameters=sum(rows * columns for rows, columns in matrices.values()),
+        trained=sum(math.prod(shapes[name]) for name, x in inside.items() if x.requires_grad),
         state_bytes=4 * recurrent + itemsize * convolved,
         graph=graph_of(family),
+        moves=MIXERS[family.mixer_kind],
     )
 
 

@@ -21,7 +21,6 @@ from longctx.attention.backends import BACKENDS, lacks
 from longctx.constants import GIB
 from longctx.cost.fitted import GRAPHED_TOKENS, PROCESS_BYTES
 from longctx.cost.images import Image, Images, Tower, with_images
-from longctx.cost.launches import host_waits
 from longctx.cost.machines import Machine
 from longctx.cost.peak import Phase, peak, phases
 from longctx.cost.seconds import Exchanged, Seconds
@@ -31,7 +30,7 @@ from longctx.errors import UserError, one_line
 from longctx.lora.adapters import with_lora
 from longctx.lora.quantise import quantise_shapes_
 from longctx.lora.shapes import with_lora_shapes
-from longctx.memory.ladder import Budget, Chosen, Step, choose, displayed, predicted
+from longctx.memory.ladder import Budget, Step, choose, displayed, predicted
 from longctx.memory.levels import Levels, pending_levels
 from longctx.memory.machine import host_budget
 from longctx.memory.place import Place, PlacedStates, Placement, usable_bytes
@@ -462,7 +461,7 @@ def _planned(
         backend=(known := subject.any_layers(run)) and known.said() or backend,
         decision=decision,
         phases=found,
-        seconds=_seen(_launched(predicted(timed, chosen), chosen, step), images, step),
+        seconds=_seen(predicted(timed, chosen), images, step),
         gpu_limit=limit,
         problem=_problem(decision, found, limit, held)
         or (decision.placement_problem(run.place) if run.exact else None)
@@ -491,15 +490,6 @@ def _seen(found: Seconds, images: Images | None, step: Step) -> Seconds:
     if images is None:
         return found
     return found._replace(images=step.batch.passes * images.seconds(step.rates))
-
-
-def _launched(kernels: Seconds, chosen: Chosen, step: Step) -> Seconds:
-    """Returns the seconds of a step with those in which the GPU waits for launches."""
-    if chosen.sizes.class_type != "custom":  # whose launches nobody has counted
-        return kernels
-    graphs = chosen.graph_bytes > 0
-    waits = host_waits(chosen.sizes, step.batch.passes, kernels.step, graphs=graphs)
-    return kernels._replace(waits=kernels.waits + waits)
 
 
 def longest(

@@ -10,6 +10,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import peft
 import pytest
 import torch
 from small_families import IN_TORCH_ALONE
@@ -340,11 +341,20 @@ def saved_of(
         ModelsMixer(module, cache, norm, **how)(n, begin, parameters)
     own = {p.untyped_storage().data_ptr() for p in parameters.values()}
     held = sum(nbytes for place, nbytes in saved.items() if place not in own)
-    return held / (2 * tokens * sum(len(p) for p in parameters.values() if p.dim() == 2))
+    matrices = (p for name, p in parameters.items() if p.dim() == 2 and ".lora_" not in name)
+    return held / (2 * tokens * sum(map(len, matrices)))
 
 
+def adapt_(module: Any) -> None:
+    """Gives a mixer's linear layers adapters, over weights that rest."""
+    module.requires_grad_(False)
+    config = peft.LoraConfig(r=4, target_modules=r".*(in_proj|in_proj_\w+|out_proj)")
+    peft.inject_adapter_in_model(config, module)
+
+
+@pytest.mark.parametrize("adapts", [False, True])
 @pytest.mark.parametrize(("graph", "least"), [(WITH_KERNELS["fla"], 2.76), (IN_TORCH["fla"], 9.75)])
-def test_what_a_graph_holds(monkeypatch, graph, least) -> None:
+def test_what_a_graph_holds(monkeypatch, graph, least, adapts) -> None:
     """An eighth of the heads of Qwen3.5-9B, in bf16, with our kernels. The plan takes the most of
     all versions of transformers, of which 5.23 saves least."""
     monkeypatch.setattr(launch, "INTERPRETED", True)
@@ -360,6 +370,8 @@ def test_what_a_graph_holds(monkeypatch, graph, least) -> None:
         "qwen3_5_text", **_DELTA | heads, hidden_size=512, num_hidden_layers=2
     )
     module = home.Qwen3_5GatedDeltaNet(config, layer_idx=0)
+    if adapts:
+        adapt_(module)
     state = torch.zeros(1, 1024, 3, dtype=torch.bfloat16), torch.zeros(1, 4, 128, 128)
     found = saved_of(module, "cache_params", "norm", 512, state)
     assert 0.99 * least <= found <= 1.01 * graph
@@ -374,8 +386,9 @@ def test_what_a_graph_holds_of_short_convolutions(monkeypatch) -> None:
     assert 0.75 * IN_TORCH[""] <= found <= 1.01 * IN_TORCH[""]
 
 
+@pytest.mark.parametrize("adapts", [False, True])
 @pytest.mark.parametrize("family", ["granitemoehybrid", "falcon_h1"])
-def test_what_a_graph_holds_of_mamba(family, monkeypatch) -> None:
+def test_what_a_graph_holds_of_mamba(family, monkeypatch, adapts) -> None:
     """A quarter of the heads of Granite 4.0 Tiny, and of Falcon-H1-1.5B, with our kernels. What the
     plan counts has the states that backward makes, too: before chunks, and their gradients."""
     monkeypatch.setattr(launch, "INTERPRETED", True)
@@ -388,10 +401,12 @@ def test_what_a_graph_holds_of_mamba(family, monkeypatch) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
     mixer, tokens = model.model.layers[0].mamba, 512
     how = {} if falcon else {"gate_first": True}
-    saved = saved_of(mixer, "cache_params", "" if falcon else "norm", tokens, **how)
     columns = mixer.in_proj.out_features + mixer.out_proj.out_features
     states = 2 * mixer.num_heads * mixer.head_dim * mixer.ssm_state_size / CHUNK
     graph = graph_of(layers_of(model.model)[0][1])
+    if adapts:
+        adapt_(mixer)
+    saved = saved_of(mixer, "cache_params", "" if falcon else "norm", tokens, **how)
     assert 0.9 * graph <= saved + states / columns <= graph
 
 

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from longctx.cost.dims import LayerKind, Mixed
-from longctx.cost.fitted import MIXERS
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import INPUT, Buffer, Keepable, Table, Work
 from longctx.kernels.annotate import annotated, each
@@ -236,7 +235,7 @@ class Mixer(OverRow):
         tokens, unit = batch.tokens, s.unit(batch.tokens)
         mixed, itemsize = kind.mixer, s.itemsize
         made = tokens * mixed.columns * itemsize
-        moved, moved_back = (int(elements * made) for elements in MIXERS)
+        moved, moved_back = (int(elements * made) for elements in mixed.moves)
         flops = 2 * tokens * mixed.parameters
         forward = Work(name="mixer", flops=flops, nbytes=moved + 3 * unit)
         z = tokens * s.hidden * itemsize
