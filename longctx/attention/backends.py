@@ -5,13 +5,15 @@
                                                                  short documents in flash then
     flash   torch's FlashAttention-2 op, all documents in one launch         other GPUs from sm_80
             torch's own flash op for CPUs, one document at a time            CPUs
+    efficient   torch's memory-efficient op, a launch per document           heads over 256
     math    plain torch in tiles of queries, the reference     float32 on GPUs, float16 on CPUs
 
 The order of cuDNN and flash is torch's own (`check_prefer_cudnn_attention` in its sdp_utils.cpp),
 and by_length.py says why short documents are left to flash. Only Hopper, sm_90, was measured.
 cuDNN's op has no sliding windows: for models that have them `auto` chooses flash there. Neither it
 nor flash caps scores: for models that do `auto` chooses fa4 or math. torch's op for CPUs has
-neither; such layers run in `math`.
+neither; such layers run in `math`. Heads over 256, which Gemma 4 has in some layers, only torch's
+memory-efficient op takes: it has neither, too, and nobody chooses it by name.
 
 A new backend is a class with `forward` and `backward` (or the two methods of `PerDocument`, which
 take one document), a line in `choose_attention`, and a row in tests/attention/test_attention.py.
@@ -26,7 +28,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longctx.attention import flash4
 from longctx.attention.by_length import LONG, ByLength
@@ -72,6 +74,10 @@ def choose_attention(
     # fp32 has plain torch alone: no fused kernel here takes it.
     if chosen := name == "auto":
         name = _fastest(device, head_dim, windows, softcap is not None) if half else "math"
+    if name == "efficient":
+        return name, Efficient()
+    if head_dim > WIDEST and name != "math":
+        raise UserError(f"--attn_backend {name} takes heads of at most {WIDEST}: use auto or math")
     if name != "math" and not half:
         raise UserError(f"--attn_backend {name} needs --dtype bfloat16 or float16, got {dtype}")
     if reason := lacks(name, windows=windows, softcap=softcap is not None):
@@ -104,7 +110,13 @@ NO_WINDOWS = (
 )
 
 
+WIDEST = 256
+"""The widest heads of the backends that have a name."""
+
+
 def _fastest(device: torch.device, head_dim: int, windows: bool, softcap: bool) -> str:
+    if head_dim > WIDEST:
+        return "math" if windows or softcap else "efficient"
     major, _ = torch.cuda.get_device_capability(device)
     if major in flash4.CHOSEN:
         reason = flash4.why_not(device, head_dim, softcap)
@@ -468,6 +480,36 @@ class Cudnn(PerDocument):
             scale=scale,
         )
         return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
+
+
+class Efficient(PerDocument):
+    """torch's memory-efficient op. It takes heads of any size, as many of keys as of queries."""
+
+    def document_forward(self, qkv: QKV, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+        q, k, v = qkv
+        of_heads = _batched(q, _repeat(k, q), _repeat(v, q))
+        o, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            *of_heads, None, True, is_causal=True, scale=scale
+        )
+        return o[0].transpose(0, 1), lse[0, :, : len(q)]
+
+    def document_backward(
+        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = qkv
+        no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
+        filled = nn.functional.pad(lse, (0, -len(q) % self.ROWS), value=float("inf"))
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            *_batched(do, q, _repeat(k, q), _repeat(v, q)),
+            *(None, *_batched(o), filled[None].contiguous(), no_dropout, no_dropout),
+            *(0.0, [True, True, True, False]),
+            is_causal=True,
+            scale=scale,
+        )
+        return dq[0].transpose(0, 1), _sum_groups(dk[0], k), _sum_groups(dv[0], v)
+
+    ROWS = 32
+    """lse has a multiple of so many rows, and infinity in those that are none of the document."""
 
 
 def _batched(*tensors: Tensor) -> tuple[Tensor, ...]:

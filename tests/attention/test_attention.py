@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from exactness import DEVICE, assert_exact
-from longctx.attention.backends import choose_attention
+from longctx.attention.backends import Efficient, choose_attention
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention
 from longctx.errors import UserError
@@ -67,8 +67,23 @@ def plain(
     ],
 )
 def test_against_truth(name, dtype, H, K, d, lengths) -> None:
+    check(backend(name, dtype), dtype, H, K, d, lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[333], [1, 130, 64]])
+def test_heads_over_256(lengths) -> None:
+    """Gemma 4's, of 512, in torch's memory-efficient op."""
+    attention = backend("auto", torch.bfloat16, head_dim=512)
+    assert isinstance(attention, Efficient)
+    check(attention, torch.bfloat16, 4, 2, 512, lengths)
+
+
+def check(
+    attention: Attention, dtype: torch.dtype, H: int, K: int, d: int, lengths: list[int]
+) -> None:
+    """Forward and backward, into strided views as the layer has them."""
     torch.manual_seed(0)
-    attention = backend(name, dtype)
     T = sum(lengths)
     buffer = torch.randn(T, H + 2 * K, d, device=DEVICE, dtype=dtype)  # q, k, v are strided views
     q, k, v = buffer.split([H, K, K], dim=1)
