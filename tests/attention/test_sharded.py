@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from pairs import pairs
 from small_run import on_ranks
 from torch import Tensor
 
@@ -57,24 +58,22 @@ def own(x: Tensor, rows: int, rank: int, ranks: int) -> Tensor:
 
 
 def compare(rank: int, ranks: int) -> None:
-    for rows in ROWS.values():
+    dtypes = torch.float32, torch.bfloat16
+    for rows, kv_heads, window, dtype in pairs([*ROWS.values()], (1, 2, 4), (None, 7), dtypes):
         documents = Documents.of([n for row in rows for n in row])
-        for kv_heads in (1, 2, 4):
-            for window in (None, 7):
-                for dtype in (torch.float32, torch.bfloat16):
-                    tensors = draw(rows, 8, kv_heads, dtype)
-                    whole = run(Math(), tensors, documents, window)
-                    truth = run(Math(), [x.double() for x in tensors], documents, window)
-                    mine = [own(x, len(rows), rank, ranks) for x in tensors]
-                    sharded = Sharded(Math(), Shards(dist.group.WORLD), rows=len(rows))
-                    found = run(sharded, mine, documents, window)
-                    for name, x in found.items():
-                        naive, true = (own(y[name], len(rows), rank, ranks) for y in (whole, truth))
-                        assert x.dtype == naive.dtype
-                        if kv_heads >= ranks or name in ("o", "dq"):
-                            assert torch.equal(x, naive), name
-                        else:
-                            assert relative_error(x, true) <= 2 * relative_error(naive, true)
+        tensors = draw(rows, 8, kv_heads, dtype)
+        whole = run(Math(), tensors, documents, window)
+        truth = run(Math(), [x.double() for x in tensors], documents, window)
+        mine = [own(x, len(rows), rank, ranks) for x in tensors]
+        sharded = Sharded(Math(), Shards(dist.group.WORLD), rows=len(rows))
+        found = run(sharded, mine, documents, window)
+        for name, x in found.items():
+            naive, true = (own(y[name], len(rows), rank, ranks) for y in (whole, truth))
+            assert x.dtype == naive.dtype
+            if kv_heads >= ranks or name in ("o", "dq"):
+                assert torch.equal(x, naive), name
+            else:
+                assert relative_error(x, true) <= 2 * relative_error(naive, true)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
