@@ -11,6 +11,7 @@ import pytest
 import torch
 from small_families import family_config
 from small_model import packed_batch, tiny_config
+from small_tokenizer import small_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -254,7 +255,9 @@ def test_train_bench_trains_a_peer(tmp_path, monkeypatch) -> None:
     """By train.py's own main."""
     settings = dict(class_type="vanilla", checkpointing="selective", backend="sdpa", offload="all")
     case = train_bench.BENCH.case(settings)
+    small_tokenizer().save_pretrained(tmp_path / "tokenizer")
     flags = ["--use_cpu", "--max_steps", "2", "--seq_len", "64", "--preset", "tiny"]
+    flags += ["--tokenizer_name", str(tmp_path / "tokenizer")]
     (tmp_path / "text.txt").write_text("eight words that train a model of two layers. " * 500)
     flags += ["--train_file", str(tmp_path / "text.txt"), "--cache_dir", str(tmp_path / "cache")]
     monkeypatch.setattr(train_bench, "JOB", [])

@@ -56,8 +56,10 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[
         print("end", file=process.stdin, flush=True)
 
 
-@pytest.mark.parametrize(("engine", "kills"), [("plain", 6), ("exact", 7), ("ddp", 6), ("dpo", 7)])
+@pytest.mark.parametrize(("engine", "kills"), [("exact", 7), ("ddp", 6), ("dpo", 7)])
 def test_kills_change_nothing(warm: Any, engine: str, kills: int, tmp_path: Path) -> None:
+    """`plain` has nothing that they have not: ddp is its task and its optimizer on two processes,
+    dpo its optimizer on one."""
     words = ["--engine", engine, "--kills", str(kills), str(tmp_path / "stdout")]
     print(json.dumps(words), file=warm.stdin, flush=True)
     status = int(warm.stdout.readline())

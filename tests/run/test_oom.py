@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_tokenizer import small_tokenizer
 
 from longctx.commands import train
 from longctx.errors import UserError
@@ -34,11 +35,12 @@ MESSAGE = (
 def run(tmp_path: Path, tmp_path_factory, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    small_tokenizer().save_pretrained(tmp_path / "tokenizer")
 
     def run(*flags: str) -> str:
         """Trains until memory runs out; returns the message."""
         base = ["--preset", "tiny", "--seq_len", "64", "--max_steps", "2", "--use_cpu"]
-        base += ["--train_file", str(text)]
+        base += ["--train_file", str(text), "--tokenizer_name", str(tmp_path / "tokenizer")]
         base += ["--cache_dir", str(tmp_path_factory.getbasetemp() / "cache")]
         base += ["--output_dir", str(tmp_path / "run"), "--save_strategy", "no"]
         # The trial of packed rows runs layers, too, before the first step.
