@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from small_tokenizer import PLAIN_CHATML, small_tokenizer
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -58,7 +59,13 @@ def pair_rows(tokenizer, *records):
 )
 def test_the_ends_that_were_trained_are_found_in_the_rows(make, records, ends):
     tokenizer = base_tokenizer()
-    assert trained_ends(make(tokenizer, *records), tokenizer) == ends
+    rows = make(tokenizer, *records)
+    assert trained_ends(rows, tokenizer) == ends
+    names = ("input_ids", "labels", "position_ids")
+    lists = [{name: list(map(int, row[name])) for name in names} | {"more": [1]} for row in rows]
+    stored = Dataset.from_list(lists).with_format("numpy")
+    assert trained_ends(stored, tokenizer) == ends
+    assert trained_ends(stored.remove_columns("labels"), tokenizer) == []
 
 
 def test_the_place_where_a_row_cuts_a_text_is_no_end():
