@@ -37,7 +37,8 @@ STEPS = 3
 RUNS = {"cpu": 12, "cuda": 200}
 """Random runs of the usual kind. On a GPU lanes lag at random, too."""
 RUNS_OF_A_KIND = {"cpu": 1, "cuda": 6}
-"""Each kind has places of its own: the 21 kinds are as many draws."""
+"""Each kind has places of its own: the 21 kinds are as many draws. Those of several batches, whose
+sums go more ways, have twice as many."""
 Numbers = dict[str, Tensor]
 
 pytestmark = pytest.mark.usefixtures("reference_kernels", "poison", "deterministic")
@@ -310,6 +311,6 @@ def test_other_kinds_of_runs(kind, device, poison) -> None:
         pytest.importorskip("bitsandbytes")
     # Autograd holds what Hugging Face's layers read, a view of the weights, until their backward.
     poison.dropped = not settings.get("hooked")
-    for n in range(RUNS_OF_A_KIND[device]):
+    for n in range(RUNS_OF_A_KIND[device] * settings.get("batches", 1)):
         found = train(random.Random(f"{kind} {n}"), device, **settings)
         assert_same(found, device, f"run {n}", **settings)

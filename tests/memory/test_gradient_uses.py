@@ -562,16 +562,22 @@ def assert_as_torchs(
             assert x.shape == y.shape and (x - y).norm() <= rtol * y.norm(), where
 
 
-HALVES = [[*PLACES][::2], [*PLACES][1::2], [*PLACES][:2], [*PLACES][2:]]
-"""Two places each, of which the second and the fourth have those that the one before has not."""
+TWO = [
+    ("gpu", "host"),
+    ("states on the host", "gradients on the host"),
+    ("gpu", "gradients on the host"),
+    ("states on the host", "host"),
+]
+"""Two places each, of which one has the gradient on the GPU. The second and the fourth are those
+that the one before has not."""
 
 
 @pytest.mark.parametrize(("dtype", "batches"), [(FP32, 1), (BF16, 2)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("number", "code"), enumerate(GRADIENT_USES))
 def test_a_gradient_may_be_used_as_torchs(number, code, dtype, batches) -> None:
     """Writes of others round 16-bit gradients once more, as they do on the GPU. In two places with
-    each dtype, and the other two with the other one."""
-    two = HALVES[2 * (number % 4 > 1) + (number + (dtype == BF16)) % 2]
+    each dtype, of which one has the gradient on the host; the other dtype has the other two."""
+    two = TWO[2 * (number % 4 > 1) + (number + (dtype == BF16)) % 2]
     assert_as_torchs(lines(code), dtype, batches, 1e-6 if dtype == FP32 else 0.01, two)
 
 
@@ -631,7 +637,7 @@ def test_a_loop_may_keep_it(loop, dtype, batches) -> None:
         return
     if loop is a_scaler and dtype == BF16 and batches == 1 and DEVICE == "cuda":
         pytest.skip("torch's GradScaler takes no bfloat16 on a GPU")
-    two = HALVES[(dtype == BF16) ^ (batches == 2)]
+    two = TWO[(dtype == BF16) ^ (batches == 2)]
     assert_as_torchs(loop, dtype, batches, 1e-6 if dtype == FP32 else 0.01, two)
 
 
