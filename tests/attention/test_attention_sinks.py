@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pairs import pairs
 from test_attention import BACKENDS, backend
 from torch import Tensor
 
@@ -69,9 +70,13 @@ def run(
     return [made, *out, given.grad]
 
 
-@pytest.mark.parametrize(("name", "dtype"), BACKENDS)
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(
+    ("name", "dtype", "tree", "window"),
+    [
+        pytest.param(*backend.values, tree, window, marks=backend.marks)
+        for backend, tree, window in pairs(BACKENDS, [*TREES], (None, 7))
+    ],
+)
 def test_against_an_explicit_softmax(name, dtype, tree, window) -> None:
     if name == "cudnn" and window:
         pytest.skip("cuDNN has no windows")

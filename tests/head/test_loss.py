@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pairs import pairs
 
 from exactness import DEVICE, DTYPES, WIDTHS, assert_exact
 from longctx.head import loss as loss_module
@@ -223,9 +224,9 @@ def test_the_last_scaling_rounds_once(dtype):
         scale_into(x.t(), scale, x.t())
 
 
-@pytest.mark.parametrize("frozen", [None, "hidden", "weight"])
-@pytest.mark.parametrize("ignored", [0.0, 0.4])
-@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize(
+    ("dtype", "ignored", "frozen"), pairs(WIDTHS, [0.0, 0.4], [None, "hidden", "weight"])
+)
 def test_groups_of_pieces(dtype, ignored, frozen):
     """Two groups of pieces and a ragged rest, with every frozen input and with ignored rows."""
     lines = 40

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from pairs import pairs
 from torch import Tensor
 from transformers.activations import ACT2FN
 
@@ -46,9 +47,7 @@ def _assert_right(op, kind: str, x: Tensor, dy: Tensor) -> None:
         assert_exact(name, our, naive, truth)
 
 
-@pytest.mark.parametrize("kind", HF)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype", "kind"), pairs(SHAPES, DTYPES, [*HF]))
 def test_forward_and_backward(shape, dtype, kind):
     _assert_right(activate, kind, *_inputs(*shape, dtype=dtype))
 
@@ -84,10 +83,9 @@ def test_inputs_of_any_size(plain, dtype, kind, request):
     assert y.isnan().all() and dx.isnan().all()
 
 
-@pytest.mark.parametrize("kind", HF)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
-@pytest.mark.parametrize("alias", [True, False], ids=["over dy", "own buffer"])
+@pytest.mark.parametrize(
+    ("alias", "plain", "dtype", "kind"), pairs((True, False), (False, True), DTYPES, [*HF])
+)
 def test_in_place_in_a_wider_buffer(alias, plain, dtype, kind, request):
     """x becomes dx, and y comes back; what lies beside x stays as it is."""
     # torch's tanh on the CPU differ in the last digit with where a tensor lies.

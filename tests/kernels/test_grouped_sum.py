@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pairs import pairs
 from test_grouped_mm import SEGMENTS, draw, ends_of, rows_of
 
 from exactness import DEVICE, assert_exact
 from longctx.kernels.grouped_sum import grouped_sum_, grouped_sum_reference_
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("counts", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize(
+    ("counts", "dtype", "plain"),
+    pairs([*SEGMENTS.values()], [torch.bfloat16, torch.float32], [False, True]),
+)
 def test_sums(counts, dtype, plain, request) -> None:
     if plain:
         request.getfixturevalue("reference_kernels")

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from pairs import pairs
 from torch import Tensor
 from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
@@ -85,9 +86,7 @@ KINDS = {"torch": (_torch, True, 0.0), "cohere": (_cohere, False, 0.0)}
 KINDS |= {"nemotron": (_nemotron, True, 1.0)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", WIDTHS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype", "kind"), pairs(SHAPES, WIDTHS, [*KINDS]))
 def test_forward_and_backward(shape, dtype, kind):
     naive_op, bias, offset = KINDS[kind]
     inputs = _inputs(*shape, dtype=dtype, bias=bias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pairs import pairs
 from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -59,9 +60,7 @@ def _truth(x: Tensor, weight: Tensor) -> Tensor:
     return norm_reference(x, weight, EPS, llama_rounding=False)
 
 
-@pytest.mark.parametrize("llama_rounding", [True, False])
-@pytest.mark.parametrize("dtype", WIDTHS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype", "llama_rounding"), pairs(SHAPES, WIDTHS, (True, False)))
 def test_forward_and_backward(shape, dtype, llama_rounding):
     torch.manual_seed(0)
     x, dy = _tensor(*shape, dtype=dtype, scale=3.0), _tensor(*shape, dtype=dtype)

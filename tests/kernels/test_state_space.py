@@ -9,16 +9,25 @@ import torch
 from torch import Tensor
 
 from exactness import DEVICE, assert_exact
+from longctx.kernels import state_space
 from longctx.kernels.state_space import scan, scan_reference
 
 SHAPES = [
     # rows, T, H, G, P, N
     (1, 37, 1, 1, 16, 16),  # less than a chunk
     (2, 128, 6, 2, 24, 40),  # rows of whole chunks, groups, sizes that are no power of two
-    (1, 70, 17, 1, 16, 144),  # heads in parts of one, two blocks of the state
+    (1, 70, 3, 1, 16, 144),  # heads in parts of one (`few`), two blocks of the state
 ]
 GPU_SHAPES = [(1, 16384, 48, 1, 64, 128), (2, 1000, 128, 8, 64, 128), (1, 3000, 24, 1, 128, 256)]
 NAMES = ("x", "dt", "A", "B", "C", "D", "begin")
+
+
+@pytest.fixture
+def few(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program goes through at most two heads where a group has three, as through at most 16 where
+    a model has 17: they are in parts of one."""
+    if shape == SHAPES[2]:
+        monkeypatch.setattr(state_space, "MOST_HEADS", 2)
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -70,12 +79,14 @@ def compare(shape: tuple[int, ...], dtype: torch.dtype) -> None:
             assert_exact(name, own, plain[name], truth[name], dtype)
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_as_by_autograd(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     compare(shape, dtype)
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_equations(shape: tuple[int, ...]) -> None:
     given = {name: x.double() for name, x in draw(shape, torch.float64).items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pairs import pairs
 from torch import Tensor
 
 from exactness import DEVICE, DTYPES, WIDTHS, assert_exact
@@ -61,10 +62,9 @@ def _inputs(*shape: int, dtype: torch.dtype) -> list[Tensor]:
     return [(torch.randn(*shape, dtype=torch.float64) * s).to(DEVICE, dtype) for s in scales]
 
 
-@pytest.mark.parametrize(("op", "hf"), OPS, ids=["swiglu", "geglu", "gate"])
-@pytest.mark.parametrize("dtype", WIDTHS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_forward_and_backward(shape, dtype, op, hf):
+@pytest.mark.parametrize(("shape", "dtype", "ops"), pairs(SHAPES, WIDTHS, OPS))
+def test_forward_and_backward(shape, dtype, ops):
+    op, hf = ops
     gate, up, d = _inputs(*shape, dtype=dtype)
     truths = _run(hf, gate.double(), up.double(), d.double())
     naives = _run(hf, gate, up, d)

@@ -138,7 +138,7 @@ def test_other_forwards_come_in_between() -> None:
 
     for last_first in (False, True):
         expected = both(KEEP_X, last_first)
-        for ladder in LADDERS.values():
+        for ladder in [*LADDERS.values()][last_first::2]:
             assert_equal(both(ladder, last_first), expected)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import peft
 import pytest
 import torch
+from pairs import pairs
 from small_families import IN_TORCH_ALONE
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -170,9 +171,9 @@ PACKED = Documents.of([50, 7, 1, 33, 2, 40, 38])
 SHARED = Documents.of([29, 7, 1, 33, 12, 5, 3], parents=[None, 0, 0, 0, None, 4, 4])
 
 
-@pytest.mark.parametrize("length", [16384, 40, 23])
-@pytest.mark.parametrize("documents", [ONE, PACKED, SHARED], ids=["one", "packed", "prompts"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "documents", "length"), pairs([*KINDS], [ONE, PACKED, SHARED], [16384, 40, 23])
+)
 def test_every_module_in_segments(monkeypatch, kind, documents, length) -> None:
     """Of lengths that divide nothing; documents share no state, and answers have their prompt's."""
     monkeypatch.setattr(cutting, "SEGMENT_TOKENS", length)

@@ -49,9 +49,12 @@ def assert_scores(plain: Any, ours: Any) -> None:
             assert (grads[name] - p.grad).norm() <= most * p.grad.norm(), name
 
 
-@pytest.mark.parametrize("patched", [False, True], ids=["vanilla", "custom"])
-@pytest.mark.parametrize("name", FIRST_OF_EACH)
+@pytest.mark.parametrize(
+    ("name", "patched"),
+    [*((name, True) for name in FIRST_OF_EACH), *((name, False) for name in FIRST_OF_EACH[::2])],
+)
 def test_every_family(name: str, patched: bool) -> None:
+    """Without a patch scoring calls Hugging Face's layers, whatever the family."""
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(family_config(name)).train()
     ours = copy.deepcopy(plain)
