@@ -225,9 +225,13 @@ def any_keep(draw: random.Random) -> Keep:
 
 
 def in_turn(turn: int) -> list[tuple[Keep, ...]]:
-    """Ladders of three layers which have each Keep in one of them; three turns, in every one."""
-    third = -(-len(KEEPS) // 3)
-    columns = [(KEEPS * 2)[i * third : (i + 1) * third] for i in range(3)]
+    """Five ladders of three layers in which each set of activations is kept by one of them, and
+    which have a third of KEEPS; three turns have them all, and begin with other layers."""
+    own = KEEPS[turn % 3 :: 3]
+    own += [keep for keep in (KEEPS[0], Keep(frozenset())) if keep not in own]
+    own += own[: -len(own) % 3]
+    third = len(own) // 3
+    columns = [own[i * third : (i + 1) * third] for i in range(3)]
     return list(zip(*columns[turn % 3 :], *columns[: turn % 3], strict=True))
 
 
@@ -235,7 +239,7 @@ def assert_no_bit_depends_on_the_ladder(
     ours: LlamaForCausalLM, mixed: int, turn: int | None = None
 ) -> None:
     """Nor on `mixed` ladders of three layers at random. Each Keep has all layers, or, in a `turn`,
-    one: it is still compared with all others."""
+    each set that is kept has one, and a third of all Keeps are compared."""
     inputs, draw = batch(SHORT), random.Random(0)
     ours(**inputs)  # sizes the slab
     found = []

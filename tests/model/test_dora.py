@@ -115,12 +115,11 @@ def together(runs: list[Any]) -> Any:
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_no_bit_depends_on_what_is_kept_and_where(dropout) -> None:
+def test_no_bit_depends_on_what_is_kept_and_where() -> None:
     found = []
     for keep, offload in (("x", "none"), ("o", "all"), ("all", "all")):
         settings = FEW | dict(keep=keep, offload_activations=offload)
-        *_, ours = trio("llama", torch.bfloat16, settings, lora_dropout=dropout)
+        *_, ours = trio("llama", torch.bfloat16, settings, lora_dropout=0.3)
         torch.manual_seed(7)
         loss, grads = gradients(ours, batch(PACKED))
         found.append([loss, *grads.values()])

@@ -50,7 +50,7 @@ def answers_of(kind: str, model: Path, record: Any, folder: Path) -> list[dict[s
     return [small.alone(kind, model, {"messages": found}, folder) for found in turns]
 
 
-WEIGHTS = torch.linspace(0.5, 1.5, 18, dtype=torch.float64)
+WEIGHTS = torch.linspace(0.5, 1.5, 10, dtype=torch.float64)
 """The factor of each answer's log-probability in the sum that is compared. None is negative, or an
 image's gradients of two answers would cancel, and leave rounding errors."""
 
@@ -74,11 +74,11 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
 def test_shared_prompts_train_as_each_answer_alone(kind, model_of, tmp_path) -> None:
     """Log-probabilities and all gradients, beside Hugging Face's model and transformers' own
     processor."""
-    model, records = model_of(kind), small.pairs_about_colours(9)
+    model, records = model_of(kind), small.pairs_about_colours(5)
     read = small.of_file(model, tmp_path, records, task="dpo")
     batch = read.batch(seq_len=768)
     numbers = batch["records"].tolist()
-    assert len(batch["input_ids"]) == 1 and {*numbers} == {*range(9)}
+    assert len(batch["input_ids"]) == 1 and {*numbers} == {*range(5)}
     naive = loaded(model)
     ours = longctx.patch(copy.deepcopy(naive), strict=True)
     attach_scoring(ours)

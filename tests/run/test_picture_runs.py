@@ -50,7 +50,7 @@ def summed(model: Any, documents: list[dict[str, Tensor]]) -> tuple[Tensor, dict
 @pytest.mark.parametrize("kind", small.PLACES)
 def test_packed_rows_train_as_each_document_alone(kind, model_of, tmp_path) -> None:
     """Loss and all gradients, beside Hugging Face's model and transformers' own processor."""
-    model, records = model_of(kind), [*small.about_colours(9), small.in_turns()]
+    model, records = model_of(kind), [*small.about_colours(6), small.in_turns()]
     batch = small.of_file(model, tmp_path, records).batch()
     assert len(batch["input_ids"]) < len(records) / 2
     batch.pop("documents")
