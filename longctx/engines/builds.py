@@ -21,10 +21,14 @@ from torch.utils.cpp_extension import get_default_build_root
 
 from longctx.errors import UserError
 
+SERVES = "deepspeed_shm_comm"
+"""DeepSpeed's name of an operator that it compiles for a minute in each process group without a
+GPU. Inference alone calls it, and takes torch's all-reduce where it is not there."""
+
 
 def build_one_at_a_time() -> None:
-    """Makes DeepSpeed build in our folder and under our lock. Raises UserError where that folder
-    cannot be written."""
+    """Makes DeepSpeed build in our folder and under our lock, and nothing that training never
+    calls. Raises UserError where that folder cannot be written."""
     import deepspeed
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -37,6 +41,8 @@ def build_one_at_a_time() -> None:
 
     @functools.wraps(load)
     def load_alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.name == SERVES:
+            return None
         with lock:  # taken once more by an operator that loads another one
             (folder / self.name / "lock").unlink(missing_ok=True)
             return load(self, *args, **kwargs)

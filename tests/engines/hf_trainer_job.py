@@ -7,7 +7,6 @@ writes what it saw.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -22,12 +21,12 @@ from transformers import (
 )
 
 import longctx
-from longctx.engines.builds import extensions_folder
+from longctx.engines.builds import build_one_at_a_time
 from longctx.model.forwards import modules
 
 # Operators that the runs of other tests have built. In torch's own folder DeepSpeed would compile
 # them again, as it does whenever an environment has another path: 30 s.
-os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions_folder(deepspeed.__version__))
+build_one_at_a_time()
 ran: list[int] = []
 run = modules.scheduled_layer
 modules.scheduled_layer = lambda x, *more: ran.append(len(x)) or run(x, *more)

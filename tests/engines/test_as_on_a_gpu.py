@@ -23,8 +23,10 @@ TASKS = ("sft", "dpo", "kto", "orpo", "cpo", "simpo", "reward", "distill")
 VARIANTS = {"lora": ["--lora_r", "4"], "shared": ["--sequence_parallel_size", "2"]}
 """Runs of `sft` with other options."""
 SOME = ("sft", "dpo", "lora")
-"""The tasks of `liger`, whose way is vanilla's. Under an engine `vanilla` has these and those whose
-model has no lm_head, a teacher or shared rows."""
+"""The tasks of `liger`, whose way is vanilla's; each engine has one of them."""
+OTHERS = ("sft", "dpo", "lora", "reward", "distill", "shared")
+"""Those of `vanilla` under an engine, among them those whose model has no lm_head, a teacher or
+shared rows; an engine has every second one."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,10 @@ def engine_words(engine: str, folder: Path) -> list[str]:
 
 
 def cases(engine: str, processes: int, data: dict[str, Any]) -> list[dict[str, Any]]:
-    found = []
+    found, turn = [], ENGINES.index(engine) + processes
+    tasks = {"liger": SOME, "vanilla": TASKS + tuple(VARIANTS)}
+    if engine != "plain":
+        tasks = {"liger": SOME[turn % 3 :][:1], "vanilla": OTHERS[turn % 2 :: 2]}
     for class_type in CLASSES:
         for task in (*TASKS, *VARIANTS):
             name = task if task in TASKS else "sft"
@@ -62,11 +67,8 @@ def cases(engine: str, processes: int, data: dict[str, Any]) -> list[dict[str, A
             words += ["--teacher", data["model"]] if task == "distill" else []
             steps = class_type == "custom" and not engine.startswith("fsdp")
             until = "step" if steps and task in SOME else "data"
-            if class_type == "liger" and task not in SOME:
+            if task not in tasks.get(class_type, (task,)):
                 continue
-            if class_type == "vanilla" and engine != "plain":
-                if task not in (*SOME, "reward", "distill", "shared"):
-                    continue
             if task != "shared" or processes > 1:
                 found.append({"name": f"{class_type} {task}", "words": words, "until": until})
     return found

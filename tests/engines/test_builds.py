@@ -100,6 +100,16 @@ def test_deepspeed_loads_its_operators_where_we_stand_in_its_way() -> None:
     assert cpu_adam().name == "cpu_adam"
 
 
+def test_what_serves_models_is_not_built(tmp_path: Path, monkeypatch) -> None:
+    builder = pytest.importorskip("deepspeed.ops.op_builder.builder").OpBuilder
+    unused = pytest.importorskip("deepspeed.ops.op_builder.cpu.comm").ShareMemCommBuilder()
+    assert unused.name == builds.SERVES
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(builder, "load", builder.load)  # put back afterwards
+    builds.build_one_at_a_time()
+    assert unused.load() is None
+
+
 def test_builds_have_a_folder_of_their_own_for_each_version(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     folder = extensions_folder("1.2")
