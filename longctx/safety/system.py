@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -25,6 +26,7 @@ def installed(module: str) -> bool:
         return False
 
 
+@cache  # a package's metadata is parsed as an e-mail: 3 ms
 def version_of(package: str) -> str | None:
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
