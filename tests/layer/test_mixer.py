@@ -400,7 +400,7 @@ def test_what_a_graph_holds_of_mamba(family, monkeypatch, adapts) -> None:
         sizes |= dict(hidden_size=384, mamba_n_heads=12, mamba_d_state=128, num_local_experts=0)
         sizes |= dict(shared_intermediate_size=8, layer_types=["linear_attention"])
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
-    mixer, tokens = model.model.layers[0].mamba, 512
+    mixer, tokens = model.model.layers[0].mamba, 128
     how = {} if falcon else {"gate_first": True}
     columns = mixer.in_proj.out_features + mixer.out_proj.out_features
     states = 2 * mixer.num_heads * mixer.head_dim * mixer.ssm_state_size / CHUNK
