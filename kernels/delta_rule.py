@@ -27,6 +27,8 @@ Source: Gated Delta Networks (arXiv 2412.06464); the chunks are those of flash-l
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -59,8 +61,12 @@ def chunk_gradients_reference(
     dh: Tensor,  # (B, chunks, G, K, V)
     scale: float,
     chunk: int,
+    bounds: Tensor | None = None,  # (documents + 1,)
 ) -> Gradients:
-    """The equations above in plain torch."""
+    """The equations above in plain torch, of each document by itself."""
+    if bounds is not None:
+        tokens = q, k, v, do, dv, b
+        return _of_documents(bounds.tolist(), tokens, (h, dh), scale, chunk)
     B, T, H, K = q.shape
     G, dtype = v.shape[2], torch.promote_types(q.dtype, torch.float32)
     wide_q, wide_k = (x.repeat_interleave(G // H, dim=2) for x in (q, k))
@@ -83,6 +89,23 @@ def chunk_gradients_reference(
     dq, dk, dw, db = wide
     of_heads = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
     return *of_heads, dw.to(q.dtype), db[..., 0]
+
+
+def _of_documents(
+    bounds: list[int],
+    of_tokens: tuple[Tensor, ...],
+    states: tuple[Tensor, Tensor],
+    scale: float,
+    chunk: int,
+) -> Gradients:
+    found, done = [], 0
+    for start, stop in pairwise(bounds):
+        chunks = slice(done, done := done - (start - stop) // chunk)
+        q, k, v, do, dv, b = (x[:, start:stop] for x in of_tokens)
+        h, dh = (x[:, chunks] for x in states)
+        found.append(chunk_gradients_reference(q, k, v, do, dv, b, h, dh, scale, chunk))
+    dq, dk, dw, db = (torch.cat(grads, dim=1) for grads in zip(*found, strict=True))
+    return dq, dk, dw, db
 
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:  # (B, T, G, D) -> (B, chunks, G, chunk, D)
@@ -114,6 +137,7 @@ def _chunk_kernel(
     b_ptr,  # (B, T, G) fp32
     h_ptr,  # (B, chunks, G, K, V)
     dh_ptr,  # (B, chunks, G, K, V)
+    cut_ptr,  # (2, chunks): the first token of each, and the one behind its last
     dq_ptr,  # (B, T, G, K)
     dk_ptr,  # (B, T, G, K)
     dw_ptr,  # (B, T, G, K)
@@ -133,10 +157,10 @@ def _chunk_kernel(
     chunk, block = tl.program_id(0).to(tl.int64), tl.program_id(2)
     row, head = tl.program_id(1).to(tl.int64) // G, tl.program_id(1) % G
     own = tl.arange(0, CHUNK)
-    token = chunk * CHUNK + own
-    real = token < T
+    token = tl.load(cut_ptr + chunk) + own
+    stop = tl.load(cut_ptr + tl.num_programs(0) + chunk)
+    real, last = token < stop, stop - 1
     place = row * T + token  # among the tokens of all rows
-    last = tl.minimum(chunk * CHUNK + CHUNK, T) - 1
     of_k = block * BLOCK_K + tl.arange(0, BLOCK_K)
     v_start = (place * G + head) * V
     state = ((row * tl.num_programs(0) + chunk) * G + head) * K * V
@@ -203,21 +227,25 @@ def chunk_gradients(
     dh: Tensor,  # (B, chunks, G, K, V)
     scale: float,
     chunk: int,
+    bounds: Tensor | None = None,  # (documents + 1,) of integers
 ) -> Gradients:  # dq, dk (B, T, H, K), dw (B, T, G, K), db (B, T, G) fp32
     """The gradients of q, k, w and of b as a natural logarithm, in all chunks. Not differentiable.
 
     A head of q and k may serve several ones of v. `chunk` is a power of two from 16; the last
-    chunk of a row may be shorter. K and V are at most 256. The kernel takes 16 bits, plain torch
-    the rest.
+    chunk of a row may be shorter. With `bounds` there is one row, and its documents begin there;
+    the last bound is T, and each document has chunks of its own. K and V are at most 256. The
+    kernel takes 16 bits, plain torch the rest.
 
     Raises ValueError for a wrong shape, dtype or device.
     """
     B, T, H, K = q.shape
     G, V = v.shape[2:]
-    chunks = triton.cdiv(T, chunk)
+    if bounds is not None and B != 1:
+        raise ValueError(f"documents with bounds lie in one row, got {B}")
+    chunks = triton.cdiv(T, chunk) if bounds is None else h.shape[1]
     _check(B, T, H, G, K, V, chunks, q=q, k=k, v=v, do=do, dv=dv, b=b, h=h, dh=dh)
     if not runs_kernel(q, k, v, do, dv, b, h, dh) or q.element_size() > 2:
-        return chunk_gradients_reference(q, k, v, do, dv, b, h, dh, scale, chunk)
+        return chunk_gradients_reference(q, k, v, do, dv, b, h, dh, scale, chunk, bounds)
     given = [x.contiguous() for x in (q, k, v, do, dv, b, h, dh)]
     c = CONFIG
     block_k, block_v = (min(c.block, max(16, triton.next_power_of_2(n))) for n in (K, V))
@@ -229,7 +257,8 @@ def chunk_gradients(
     db = b.new_empty(blocks, B, T, G)
     with on_device(q):
         _chunk_kernel[(chunks, B * G, blocks)](
-            *(*given, dq, dk, dw, db, B, T, H, G, K, V, scale),
+            *(*given, _cut(T, chunk, chunks, bounds, q.device), dq, dk, dw, db),
+            *(B, T, H, G, K, V, scale),
             CHUNK=chunk,
             BLOCK_K=block_k,
             BLOCK_V=block_v,
@@ -239,6 +268,22 @@ def chunk_gradients(
     if G > H:
         dq, dk = (x.unflatten(2, (H, -1)).sum(3).to(q.dtype) for x in (dq, dk))
     return dq, dk, dw, db.sum(0)
+
+
+def _cut(
+    T: int, chunk: int, chunks: int, bounds: Tensor | None, device: torch.device
+) -> Tensor:  # (2, chunks)
+    """Returns the first token of each chunk, and the one behind its last. Nothing waits for what
+    the bounds are."""
+    if bounds is None:
+        starts = torch.arange(0, T, chunk, device=device)
+        return torch.stack([starts, (starts + chunk).clamp(max=T)])
+    bounds = bounds.long()
+    counts = (bounds.diff() + chunk - 1) // chunk
+    ends, numbers = counts.cumsum(0), torch.arange(chunks, device=device)
+    document = torch.searchsorted(ends, numbers, right=True)
+    starts = bounds[document] + (numbers - ends[document] + counts[document]) * chunk
+    return torch.stack([starts, torch.minimum(starts + chunk, bounds[document + 1])])
 
 
 def _check(B: int, T: int, H: int, G: int, K: int, V: int, chunks: int, **tensors: Tensor) -> None:

@@ -201,7 +201,8 @@ def _cases():
             pointers = ("q", "k", "v", "do", "dv", "h", "dh", "dq", "dk", "dw")
             arguments = {f"{n}_ptr": p for n in pointers} | {"b_ptr": "*fp32", "db_ptr": "*fp32"}
             arguments |= {"B": 1, "T": 16384, "H": 32, "G": 32, "K": 128, "V": 128}
-            arguments |= {"scale": "fp32", "CHUNK": 64, "BLOCK_K": 64, "BLOCK_V": 64}
+            arguments |= {"cut_ptr": "*i64", "scale": "fp32", "CHUNK": 64}
+            arguments |= {"BLOCK_K": 64, "BLOCK_V": 64}
             arguments |= {"BLOCKS_V": 2}
             yield "delta_rule", delta_rule._chunk_kernel, t, arguments, delta_rule.CONFIG
             yield from _scan_cases(state_space)

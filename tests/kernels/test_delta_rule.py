@@ -89,6 +89,32 @@ def test_the_equations(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(own, true, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: n + m)
 
 
+LENGTHS = [21, 64, 1, 16, 40]
+"""Of documents, which end in chunks of their own."""
+PARTS = ("q", "k", "v", "do", "dv", "b")
+
+
+def packed(dtype: torch.dtype) -> tuple[dict[str, Any], list[Tensor]]:
+    """Arguments of a row of documents, and what each document gives by itself."""
+    shapes = [(1, length, 2, 4, 24, 40, 16) for length in LENGTHS]
+    alone = [draw(shape, dtype) for shape in shapes]
+    given = {name: torch.cat([x[name] for x in alone], dim=1) for name in (*PARTS, "h", "dh")}
+    found = [chunk_gradients(**one) for one in alone]
+    bounds = torch.tensor([0, *LENGTHS], device=DEVICE, dtype=torch.int32).cumsum(0)
+    more = dict(scale=alone[0]["scale"], chunk=16, bounds=bounds.int())
+    return given | more, [torch.cat(grads, dim=1) for grads in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_documents_of_a_row_are_as_rows_of_their_own(dtype: torch.dtype) -> None:
+    """To the bit: the kernel in 16 bits, plain torch in fp64."""
+    given, expected = packed(dtype)
+    for name, own, alone in zip(NAMES, chunk_gradients(**given), expected, strict=True):
+        assert torch.equal(own, alone), name
+    with pytest.raises(ValueError, match="lie in one row, got 2"):
+        chunk_gradients(**given | {"q": given["q"].expand(2, -1, -1, -1)})
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
 def test_heads_of_released_models(shape: tuple[int, ...]) -> None:

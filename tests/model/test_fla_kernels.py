@@ -121,17 +121,17 @@ def test_the_function_as_the_package_calls_it(monkeypatch: pytest.MonkeyPatch) -
     given |= {name: torch.randn(1, 3, 2, 16, 32).bfloat16() for name in ("h", "dh")}
     given |= dict(g=-torch.rand(1, 40, 2) / math.log(2), g_gamma=None, scale=0.25, chunk_size=16)
     given |= dict(cu_seqlens=None, chunk_indices=None, state_v_first=False)
-    for bounds in (None, torch.tensor([0, 40])):  # one document, too, as Hugging Face's layers say
-        takes, _ = kind().chunk_bwd_dqkwg_verifier(**given | {"cu_seqlens": bounds})
-        assert takes
     order = ("q", "k", "v", "do", "dv", "g", "h", "dh")
-    ours = chunk_gradients(*(given[name] for name in order), 0.25, 16)
-    for own, found in zip(ours, kind().chunk_bwd_dqkwg(**given), strict=True):
-        assert torch.equal(own, found)
+    for bounds in (None, torch.tensor([0, 40]), torch.tensor([0, 15, 40])):  # as packed rows have
+        asked = given | {"cu_seqlens": bounds}
+        takes, _ = kind().chunk_bwd_dqkwg_verifier(**asked)
+        assert takes
+        ours = chunk_gradients(*(given[name] for name in order), 0.25, 16, bounds)
+        for own, found in zip(ours, kind().chunk_bwd_dqkwg(**asked), strict=True):
+            assert torch.equal(own, found)
     others: tuple[dict[str, Any], ...] = (
         dict(g=None),
         dict(w=None),
-        dict(cu_seqlens=torch.tensor([0, 15, 40])),
         dict(state_v_first=True),
         dict(h=given["h"].float()),
         dict(h=SimpleNamespace(shape=(1, 3, 2, 512, 32), dtype=torch.bfloat16)),
