@@ -258,6 +258,8 @@ def _hybrids(inputs: Inputs) -> Iterator[Case]:
     for name, words in {"hybrid": (), "hybrid_lora": LORA}.items():
         command = (*TRAIN, *tiny, *words, *inputs.at(name))
         yield Case(name=name, commands=(command,), prints=(SCHEDULE,))
+    packed = (*TRAIN, *tiny[:2], *TINY[2:], "--class_type", "vanilla", *inputs.at("hybrid_vanilla"))
+    yield Case(name="hybrid_vanilla", commands=(packed,), vanilla=True)
     for preset in ("qwen3.5-9b", "lfm2-1.2b", "falcon-h1-0.5b", "granite-4.0-h-tiny"):
         words = f"--preset {preset} --seq_len 16384 --max_steps 2 --lora_r 16".split()
         command = (*TRAIN, *words, *NO_SAVES, *BUDGET, *inputs.at(preset))
@@ -272,6 +274,7 @@ def _any_model(inputs: Inputs) -> Iterator[Case]:
         "any": SMALL,
         "any_lora": (*TINY, *LORA),
         "any_gpt_oss": ("--preset", "tiny-gpt-oss", *TINY[2:]),
+        "any_gemma4": ("--preset", "gemma-4-default", *SMALL[2:], *LORA),
     }
     for name, more in runs.items():
         command = (*TRAIN, *more, *words, *inputs.at(name))
