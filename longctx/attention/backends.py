@@ -501,7 +501,8 @@ class Efficient(PerDocument):
         filled = nn.functional.pad(lse, (0, -len(q) % self.ROWS), value=float("inf"))
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
             *_batched(do, q, _repeat(k, q), _repeat(v, q)),
-            *(None, *_batched(o), filled[None].contiguous(), no_dropout, no_dropout),
+            # It reads o as if its rows were contiguous, whatever their strides.
+            *(None, *_batched(o.contiguous()), filled[None].contiguous(), no_dropout, no_dropout),
             *(0.0, [True, True, True, False]),
             is_causal=True,
             scale=scale,

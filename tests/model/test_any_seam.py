@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from small_any import config_of, errors, make, step
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -44,6 +45,26 @@ def test_inputs_lie_in_the_slab_until_backward() -> None:
     loss.backward()
     assert not store._alive() and not store.tensors_on_gpu()
     assert torch.equal(loss, own["loss"])
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_nobody_holds_inputs_that_are_in_the_slab(family) -> None:
+    """Autograd holds its hooks of saved tensors as long as these, and with them what they hold."""
+    model = longctx.patch(make(family).train(), any_model=True, offload_activations="all")
+    storages = []
+
+    def watch(module: object, args: tuple, kwargs: dict) -> None:
+        x = args[0] if args else kwargs["hidden_states"]
+        storages.append(StorageWeakRef(x.untyped_storage()))
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(watch, with_kwargs=True)
+    ids = torch.randint(10, 100, (2, 24), generator=torch.Generator().manual_seed(1))
+    loss = model(input_ids=ids, labels=ids).loss
+    *below, last = (storage.expired() for storage in storages)
+    assert all(below) and len(below) > 1 and not last
+    loss.backward()
+    assert all(storage.expired() for storage in storages[: len(below) + 1])
 
 
 def test_two_forwards_before_their_backwards() -> None:

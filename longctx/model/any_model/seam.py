@@ -88,11 +88,13 @@ class _Input:
 
     def __init__(self, store: ActivationStore, x: Tensor, above: int) -> None:
         self._store, self._above = store, above
-        self._x, self._version = x, x._version
+        self._x: Tensor | None = x
+        self._version = x._version
         self._saved: Saved | None = None
 
     def pack(self, tensor: Tensor) -> Any:
         x = self._x
+        assert x is not None
         if tensor.data_ptr() != x.data_ptr() or tensor.shape != x.shape:
             return tensor
         self._saved = self._store.open(self._above)
@@ -102,8 +104,11 @@ class _Input:
 
     def release(self, layer: Any) -> None:
         """Ends the layer's forward. The store holds x until then, so that its copy out is over
-        before its memory is used again."""
-        if self._x._version != self._version:
+        before its memory is used again. This object lives on, in the hooks of what autograd has
+        saved, and gives x up."""
+        x, self._x = self._x, None
+        assert x is not None
+        if x._version != self._version:
             raise UserError(
                 f"{type(layer).__name__} writes into its input, which is to be kept for backward: "
                 "this model trains with --class_type vanilla --gradient_checkpointing false alone"
