@@ -14,7 +14,7 @@ from exactness import DEVICE, assert_exact
 from longctx.layer.adapted import adapted_linear
 from longctx.layer.linear import dense
 from longctx.model.adapters import keep_layout_
-from longctx.model.mixer_kernels import our_adapters
+from longctx.model.mixer_kernels import our_adapters, ours_in
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -49,7 +49,7 @@ def test_as_exact_as_pefts(dtype, bias) -> None:
     x, dy = torch.randn(2, 70, 48, device=DEVICE).to(dtype), torch.randn(2, 70, 80, device=DEVICE)
     dy = dy.to(dtype)
     theirs = run(layer, x, dy)
-    with our_adapters(nn.ModuleList([layer])):
+    with our_adapters(ours_in(nn.ModuleList([layer]))):
         assert "forward" in vars(layer)
         ours = run(layer, x, dy)
     assert "forward" not in vars(layer)
@@ -75,7 +75,7 @@ def test_a_weight_in_4_bits() -> None:
     layer = peft.get_peft_model(small, config).base_model.model.inner.to(DEVICE)
     x, dy = torch.randn(70, 48, device=DEVICE), torch.randn(70, 80, device=DEVICE)
     theirs = run(layer, x.bfloat16(), dy.bfloat16())
-    with our_adapters(nn.ModuleList([layer])):
+    with our_adapters(ours_in(nn.ModuleList([layer]))):
         assert "forward" in vars(layer)
         ours = run(layer, x.bfloat16(), dy.bfloat16())
     plain = adapted(torch.float64)
@@ -101,11 +101,13 @@ def test_layers_that_stay_pefts() -> None:
     trained = adapted(torch.float32)
     trained.base_layer.weight.requires_grad_()
     layers = nn.ModuleList([plain, hooked, trained, adapted(torch.float64), nn.Linear(2, 2)])
-    with our_adapters(layers):
+    with our_adapters(ours_in(layers)):
         assert ["forward" in vars(layer) for layer in layers] == [True, *4 * [False]]
         # These are PEFT's when they are called.
         dropping = adapted(torch.float32, lora_dropout=0.5)
-    with our_adapters(nn.ModuleList([dropping.eval(), adapted(torch.float32, use_dora=True)])):
+    with our_adapters(
+        ours_in(nn.ModuleList([dropping.eval(), adapted(torch.float32, use_dora=True)]))
+    ):
         x = torch.randn(3, 48, device=DEVICE)
         found = dropping(x)
     torch.testing.assert_close(found, dropping(x))
