@@ -206,7 +206,10 @@ class Contract(RuleBasedStateMachine):
     @rule(number=st.integers(0, 2), how=st.sampled_from(VIEWS))
     def view(self, number: int, how: Callable[[Tensor], Tensor]) -> None:
         ours, theirs = self.pairs[number]
-        if theirs.grad is not None:
+        # One that is set by hand has 16 bits beside sums in fp32: another batch is refused while a
+        # view of it is kept (docs/states.md), and `clip` does not show in it.
+        by_hand = self.accumulates and getattr(ours.grad, "dtype", None) == BF16
+        if theirs.grad is not None and not by_hand:
             self.changed_in_place()  # a 16-bit gradient shows what it was before `clip`
             self.views.append((how(ours.grad), how(theirs.grad)))
 
