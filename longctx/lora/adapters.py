@@ -248,8 +248,9 @@ def add_adapters(model: Any, args: ModelArguments) -> tuple[Any, str]:
         base = base_of(inside_peft(adapted))
         if base is not None and (reason := why_not_scheduled(base)):
             raise UserError(f"--lora_r: the schedule would not run, for {reason}")
-    else:
-        # Reentrant checkpoints of frozen inputs have no gradient at all.
+    elif args.class_type != "any":  # whose checkpoints are not reentrant
+        # Reentrant checkpoints of frozen inputs have no gradient at all. Autograd would hold the
+        # embedding's output, which is a leaf then, until backward ends.
         adapted.enable_input_require_grads()
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     count = sum("lora_A" in name for name, _ in adapted.named_parameters())

@@ -13,7 +13,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import longctx
 from longctx.errors import UserError
+from longctx.lora.adapters import add_adapters
 from longctx.model.any_model.seam import Seam
+from longctx.options.config import ModelArguments
 
 OWN = dict(any_model=True, attn_backend="sdpa")
 
@@ -47,17 +49,23 @@ def test_inputs_lie_in_the_slab_until_backward() -> None:
     assert torch.equal(loss, own["loss"])
 
 
+@pytest.mark.parametrize("adapts", [False, True])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_nobody_holds_inputs_that_are_in_the_slab(family) -> None:
-    """Autograd holds its hooks of saved tensors as long as these, and with them what they hold."""
-    model = longctx.patch(make(family).train(), any_model=True, offload_activations="all")
-    storages = []
+def test_nobody_holds_inputs_that_are_in_the_slab(family, adapts) -> None:
+    """Autograd holds its hooks of saved tensors as long as these, and with them what they hold; and
+    leaves that want a gradient, as PEFT asks for it of a frozen embedding's output."""
+    model = make(family).train()
+    if adapts:
+        pytest.importorskip("peft")
+        model, _ = add_adapters(model, ModelArguments(class_type="any", lora_r=3, seq_len=24))
+    longctx.patch(model, any_model=True, offload_activations="all")
+    inside, storages = (model.get_base_model() if adapts else model), []
 
     def watch(module: object, args: tuple, kwargs: dict) -> None:
         x = args[0] if args else kwargs["hidden_states"]
         storages.append(StorageWeakRef(x.untyped_storage()))
 
-    for layer in model.model.layers:
+    for layer in inside.model.layers:
         layer.register_forward_pre_hook(watch, with_kwargs=True)
     ids = torch.randint(10, 100, (2, 24), generator=torch.Generator().manual_seed(1))
     loss = model(input_ids=ids, labels=ids).loss
