@@ -489,8 +489,8 @@ def alone(
     limit: int,
     without: tuple[str, ...] = ("update",),
 ) -> Plan:
-    """Of forward and backward alone: without states, without the phases that it names, and without
-    a trainer for whom the GPU would wait."""
+    """Returns the plan of a forward and a backward alone: it has no states, none of the phases that
+    `without` names, and no trainer for whom the GPU would wait."""
     specs = state_blocks(made.model, movable=False)
     blocks = [replace(spec.sizes(accumulates=False), states=0) for spec in specs]
     levels = Levels(blocks, "gpu", accumulates=False)

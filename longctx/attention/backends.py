@@ -111,7 +111,7 @@ NO_WINDOWS = (
 
 
 WIDEST = 256
-"""The widest heads of the backends that have a name."""
+"""The widest heads that flash-attn-4, cuDNN's op and torch's FlashAttention-2 op take."""
 
 
 def _fastest(device: torch.device, head_dim: int, windows: bool, softcap: bool) -> str:

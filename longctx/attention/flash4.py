@@ -51,6 +51,9 @@ SMALLEST_HEAD = 24
 """The smallest head size with right gradients. For 8 and 16 they are wrong by as much as they are
 large (4.0.0b36 on an H200); for 24, 32, 192 and 256 they are right."""
 
+LARGEST_HEAD = 256
+"""The largest head size with a kernel."""
+
 ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
@@ -70,6 +73,8 @@ def why_not(device: torch.device, head_dim: int = 128, softcap: bool = False) ->
         return f"has no backward kernel for this GPU (sm_{major}{minor})"
     if head_dim < SMALLEST_HEAD:
         return f"gives wrong gradients for heads of {head_dim}"
+    if head_dim > LARGEST_HEAD:
+        return f"has no kernel for heads of {head_dim}"
     if softcap and (major == 12 or (major in (10, 11) and head_dim == 256)):
         return f"has no backward kernel for capped scores on this GPU (sm_{major}{minor})"
     if not present():

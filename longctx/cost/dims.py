@@ -74,7 +74,8 @@ class Measured(NamedTuple):
 
     forward: Spent = Spent()
     backward: Spent = Spent()
-    """What the layer's backward takes, with the second forward of a checkpoint."""
+    """The seconds and bytes that the layer's backward takes, those of its checkpoint's second
+    forward among them."""
 
 
 UNKNOWN = Measured()

@@ -86,8 +86,8 @@ seconds are chosen: near the rows of 87fbe29 in h100_everyday.json, whose adapte
 more."""
 MIXER_LAUNCHES = 140
 """Kernels that a layer with a mixer has more than one with attention, for each of its segments:
-13,400 in 40 layers of Granite 4.0 Tiny with adapters, of which 36 have one
-(h200_granite_phases.json)."""
+13,400 in a trace of 40 layers of Granite 4.0 Tiny with adapters, of which 36 have one (the run of
+h200_granite_phases.json)."""
 GAP_S, HOST_S = 0.5e-6, 5e-3
 """Seconds between two kernels of a CUDA graph, which are chosen, and those of a step in which the
 GPU waits for the trainer: from the norm of the gradients, which it waits for, to the next forward.

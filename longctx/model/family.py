@@ -150,7 +150,7 @@ class Family:
     mixer_cache: str = "cache_params"
     """The name under which its forward takes transformers' cache."""
     mixer_kind: str = "delta rule"
-    """What it computes, by the names of cost/fitted.py."""
+    """What the mixer computes: a name of MIXERS in cost/fitted.py, which has its cost."""
     mixer_package: str = "fla"
     """The package whose kernels transformers takes for it, if it is there; empty where it needs
     none."""

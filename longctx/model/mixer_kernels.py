@@ -151,11 +151,11 @@ def _scanned(
 
 
 @_as_one
-def _theirs(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+def _called(theirs: Any, *args: Any, **kwargs: Any) -> Any:
     return theirs(*args, **kwargs)
 
 
-RECURRENCES = {"mamba2_chunk_scan": _scanned, "torch_chunk_gated_delta_rule": _theirs}
+RECURRENCES = {"mamba2_chunk_scan": _scanned, "torch_chunk_gated_delta_rule": _called}
 """Maps functions that transformers' files call to what runs instead, which gets them as its first
 argument: our scan of Mamba 2, where its kernels take it, and Gated DeltaNet's own function, which
 the package of its kernels has exchanged."""

@@ -16,7 +16,7 @@ import torch
 from paths import PYTHONPATH
 
 from longctx.attention import flash4
-from longctx.attention.backends import Cudnn, Flash, _print_once, choose_attention
+from longctx.attention.backends import Cudnn, Efficient, Flash, _print_once, choose_attention
 from longctx.attention.by_length import LONG, ByLength
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV
@@ -191,6 +191,20 @@ def test_heads_that_it_gets_wrong(package, gpu, capsys) -> None:
     assert "flash-attn-4 gives wrong gradients for heads of 16" in capsys.readouterr().out
     with pytest.raises(UserError, match="wrong gradients for heads of 16; use flash or cudnn"):
         choose_attention("fa4", GPU, torch.bfloat16, head_dim=16)
+
+
+def test_heads_that_are_too_large_for_it(package, gpu) -> None:
+    """Gemma 4's of 512: `auto` takes the op that has such heads, or plain torch."""
+    package()
+    gpu(9)
+    assert "no kernel for heads of 512" in (flash4.why_not(GPU, 512) or "")
+    name, attention = choose_attention("auto", GPU, torch.bfloat16, head_dim=512)
+    assert name == "efficient" and isinstance(attention, Efficient)
+    for more in (dict(windows=True), dict(softcap=50.0)):
+        assert choose_attention("auto", GPU, torch.bfloat16, head_dim=512, **more)[0] == "math"
+    for name in ("fa4", "cudnn", "flash"):
+        with pytest.raises(UserError, match=f"{name} takes heads of at most 256: use auto or math"):
+            choose_attention(name, GPU, torch.bfloat16, head_dim=512)
 
 
 def test_auto_avoids_a_cudnn_that_torch_avoids(gpu, monkeypatch) -> None:

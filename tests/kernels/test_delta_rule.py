@@ -90,7 +90,7 @@ def test_the_equations(shape: tuple[int, ...]) -> None:
 
 
 LENGTHS = [21, 64, 1, 16, 40]
-"""Of documents, which end in chunks of their own."""
+"""The lengths of a row's documents: most do not fill their last chunk of 16 tokens."""
 PARTS = ("q", "k", "v", "do", "dv", "b")
 
 

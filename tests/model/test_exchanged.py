@@ -156,13 +156,9 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_every_submodule_exchanged(scheduled, capsys, kind: str, name: str) -> None:
-    """Of OTHERS each submodule has one of two exchanges, in turns."""
     whole = small(kind)
     inside = [path for path, _ in whole.model.layers[1].named_modules()]
-    paths = ["norm", "rotary_emb", *(f"layers.1.{path}".rstrip(".") for path in inside)]
-    if kind in OTHERS and name in SOME[:2]:
-        paths = paths[SOME.index(name) :: 2]
-    for path in paths:
+    for path in ("norm", "rotary_emb", *(f"layers.1.{path}".rstrip(".") for path in inside)):
         with suppress(Unchanged), exchanged(whole, f"model.{path}", EXCHANGES[name]):
             assert_like_hugging_faces(whole, scheduled, capsys, path)
 
