@@ -38,7 +38,9 @@ from profiling.plan_cells import (
     front_cell,
     image_cells,
     kept_as,
+    machine_of,
     planned,
+    results,
     rows_of,
     run_of,
     subject,
@@ -245,7 +247,7 @@ def peer_moves_of_a_step(class_type: str) -> float:
 def _moved(row: dict[str, Any], seconds: str, matmuls: int, backward: int) -> float:
     """`matmuls` times those of forward; attention's forward once, or with its backward twice."""
     tokens = row["tokens"]
-    rates = H200.attention["cudnn" if row["backend"] == "sdpa" else row["backend"]]
+    rates = H200.attention_at("cudnn" if row["backend"] == "sdpa" else row["backend"], tokens)
     attention = 2 * D * tokens**2
     left = row[seconds] - matmuls * 2 * tokens * LAYER / H200.flops
     left -= (1 + backward) * attention / rates.forward
@@ -285,17 +287,25 @@ def grouped() -> float:
     return float(flops / sum(row["ms"] / 1e3 for row in rows) / MACHINES["h100"].flops)
 
 
-def mixers(file: str, machine: str, layers: int, maps: Sequence[tuple[int, int]]) -> float:
-    """A kind of MIXERS, forward twice and backward: the elements that the GPU moves in the seconds
-    of the phase that matmuls and the rows around them (7 of them) do not take. `maps` are the
-    inputs and outputs of a mixer's linear layers, the first of which reads the hidden state."""
-    found = json.loads((RESULTS / f"{file}.json").read_text())["rows"]
-    (row,) = (row for row in found if row["phase"] == "mixer")
-    gpu, hidden = MACHINES[machine], maps[0][0]
-    matmuls = 3 * 2 * sum(inputs * outputs for inputs, outputs in maps) / gpu.flops
-    seconds = row["s_per_step"] / layers / row["tokens"] - matmuls
-    moved = seconds * gpu.memory_bytes / BF16 - 7 * hidden
-    return float(moved / sum(outputs for _, outputs in maps))
+def mixers(files: Sequence[str], layers: int, maps: Sequence[tuple[int, int]]) -> float:
+    """A kind of MIXERS, forward twice and backward, the mean of these files: the FLOPs that the GPU
+    computes in the seconds of the phase that matmuls and the rows around them (7 of them) do not
+    take. `maps` are the inputs and outputs of a mixer's linear layers, the first of which reads
+    the hidden state."""
+    matmuls = 3 * 2 * sum(inputs * outputs for inputs, outputs in maps)
+    return statistics.mean(
+        (_mixer_flops(file, layers, maps[0][0]) - matmuls) / sum(outputs for _, outputs in maps)
+        for file in files
+    )
+
+
+def _mixer_flops(file: str, layers: int, hidden: int) -> float:
+    """FLOPs of matmuls for a token, in the seconds of a layer's mixer without the rows around."""
+    found = results(file)
+    (row,) = (row for row in found["rows"] if row["phase"] == "mixer")
+    gpu = machine_of(file)
+    seconds = row["s_per_step"] / layers / row["tokens"]
+    return float((seconds - 7 * hidden * BF16 / gpu.memory_bytes) * gpu.flops)
 
 
 QWEN3_5_9B = [(4096, 8192 + 4096 + 32 + 32), (4096, 4096)]
@@ -466,13 +476,13 @@ FITS: tuple[Fit, ...] = (
         Fit(
             name=f"MIXERS[{kind}]",
             today=2 * fitted.MIXERS[kind][0] + fitted.MIXERS[kind][1],
-            again=partial(mixers, file, *of),
-            files=file,
+            again=partial(mixers, files, *of),
+            files=", ".join(files),
             tolerance=0.05,
         )
-        for kind, file, *of in (
-            ("delta rule", "h100_hybrid_phases", "h100", 24, QWEN3_5_9B),
-            ("mamba", "h200_granite_phases", "h200", 36, GRANITE_4_TINY),
+        for kind, files, *of in (
+            ("delta rule", ("h100_hybrid_phases", "h200_hybrid_phases"), 24, QWEN3_5_9B),
+            ("mamba", ("h200_granite_phases",), 36, GRANITE_4_TINY),
         )
     ),
     Fit(

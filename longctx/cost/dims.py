@@ -47,9 +47,9 @@ class Mixed(NamedTuple):
     """Bytes of the mixer's state at the end of a segment."""
     graph: float
     """Elements that autograd holds of a token for backward, for each one of `columns`."""
-    moves: tuple[float, float]
-    """Elements that are moved for a token besides the matmuls, for each one of `columns`, forward
-    and backward."""
+    besides: tuple[float, float]
+    """FLOPs of matmuls that take as long as what the mixer computes besides its own, for a token
+    and each one of `columns`: forward, and backward."""
 
 
 class Spent(NamedTuple):

@@ -100,12 +100,13 @@ GROUPED = 0.8
 """The share of matmuls' rate that grouped matmuls of experts reach: those of Qwen3-30B-A3B over
 8192 and 32768 tokens, without weight gradients' sums, which are counted as bytes
 (h100_grouped.json)."""
-MIXERS = {"delta rule": (15.4, 36.7), "mamba": (8.1, 44.6), "convolution": (3.0, 7.0)}
-"""The elements that a GPU could move, for each token and column of a mixer's linear layers, in the
-seconds that the mixer takes besides its matmuls: forward, and backward. Fitted to forward twice and
-backward once, with adapters: Gated DeltaNet's to Qwen3.5-9B on an H100 (h100_hybrid_phases.json),
-Mamba 2's to Granite 4.0 Tiny on an H200 (h200_granite_phases.json). How the sums divide is chosen
-by a count of tensors, and so is all of short convolutions."""
+MIXERS = {"delta rule": (6700, 16200), "mamba": (2550, 13900), "convolution": (1000, 2300)}
+"""The FLOPs of matmuls, for each token and column of a mixer's linear layers, that would take as
+long as what the mixer computes besides them: forward, and backward. An H100 and an H200, whose
+memories differ, take the same seconds for it. Fitted to forward twice and backward once, with
+adapters: Gated DeltaNet's to Qwen3.5-9B (h100_hybrid_phases.json, h200_hybrid_phases.json), Mamba
+2's to Granite 4.0 Tiny on an H200 (h200_granite_phases.json). How the sums divide is chosen by a
+count of tensors, and so is all of short convolutions."""
 TOWERS = 0.34
 """The share of matmuls' rate that a tower reaches in Hugging Face's code, whose norms, activations
 and RoPE in fp32 read and write more than its matmuls compute: Qwen3-VL-8B's, frozen and trained,

@@ -7,6 +7,7 @@
     q k v     q, k, v, rotated (*)                  1.5                       their matmuls
     gate up   gate and up                           7                         their matmuls
     down      what a norm after the MLP reads (**)  1                         the matmul of down
+    routing   the experts that were chosen          small; always kept        nothing
 
 (*) where each head of q and k has a norm, as they were projected: the norms' gradients need them
     so. Norms over all heads (wide_norms.py) keep rstd with o instead, 8 bytes a token.
@@ -35,7 +36,7 @@ from longctx.cost.table import INPUT, Table
 from longctx.options.model import Keeping, Offload
 
 Names = frozenset[str]
-ORDER = ("x", "o", "h", "q k v", "gate up", "down")
+ORDER = ("x", "o", "h", "q k v", "gate up", "down", "routing")
 """The order in which they are written, and in which a layer's backward needs them."""
 WORDS: tuple[Keeping, ...] = ("x", "o", "h", "qkv", "all")
 """The words of --keep. Each asks for what is declared with it (`Keepable.word`), and for what the

@@ -8,10 +8,12 @@ from longctx.cost.fitted import CAPPED_SCORES, GROUPED, SMALL_HEADS, TOWERS, WID
 
 RATE_SHARES: dict[str, tuple[str, float]] = {
     "grouped": ("matmul", GROUPED),
+    "mixer": ("matmul", 1.0),
     "tower": ("matmul", TOWERS),
 }
 """Maps the name of a rate that works may have to a measured rate and a share of it. The share is a
-number of fitted.py."""
+number of fitted.py. What mixers compute besides their matmuls is counted in FLOPs of matmuls
+(`MIXERS`)."""
 
 SECONDS = "seconds"
 """The rate of works whose seconds were measured themselves: their FLOPs are these seconds."""

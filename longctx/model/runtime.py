@@ -375,7 +375,7 @@ def _mixed(inside: dict[str, Tensor], family: Family, config: Any, itemsize: int
         trained=sum(math.prod(shapes[name]) for name, x in inside.items() if x.requires_grad),
         state_bytes=4 * recurrent + itemsize * convolved,
         graph=graph_of(family),
-        moves=MIXERS[family.mixer_kind],
+        besides=MIXERS[family.mixer_kind],
     )
 
 

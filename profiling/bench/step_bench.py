@@ -19,9 +19,9 @@ A case runs train.py's own trainer on rows of random tokens, one document a row,
 file from ds_configs/ or fsdp_configs/ (`engine=plain`: none), one process a GPU. Several lengths
 (`tokens=8192+131072`) share one process, because making an 8B model and its Adam states on the host
 takes two minutes. A step of at most 8192 tokens comes first and compiles the kernels; each length
-then has `--repeats` steps, the median is reported. vanilla and liger run as
-peers.py sets them: `checkpointing` none, layers or selective; `offload=all` puts what layers keep
-into host memory.
+then has `--repeats` steps. The first of several may compile more (`first_s`), the median of the
+others is reported. vanilla and liger run as peers.py sets them: `checkpointing` none, layers or
+selective; `offload=all` puts what layers keep into host memory.
 
 `fwd_s`, `bwd_s`, `opt_s` end when the computation does (clipping counts as `opt_s`, updates that
 wait for a block's next forward as `fwd_s`); `step_s` is their sum. `rows` are those of one pass, of
@@ -356,9 +356,12 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
     from profiling.build import RandomRows
 
     times = ("fwd_s", "bwd_s", "opt_s", "step_s")
+    counted = steps[1:] or steps
     peaks = [name for name in steps[0] if name.endswith(("_gib", "_retries"))]
     row = {**row_keys(case), "tokens": length}
-    row |= {name: statistics.median(step[name] for step in steps) for name in times}
+    row |= {name: statistics.median(step[name] for step in counted) for name in times}
+    if len(steps) > 1:
+        row["first_s"] = steps[0]["step_s"]
     args = trainer.args
     rows: float = args.per_device_train_batch_size * args.gradient_accumulation_steps
     rows /= case["sequence_parallel"]  # of one GPU

@@ -36,12 +36,20 @@ def backend(name: str, dtype: torch.dtype, **needs: Any) -> Attention:
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lengths: list[int], window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lengths: list[int],
+    window: int | None = None,
+    repeat: bool = False,
 ) -> list[Tensor]:
     """o, dq, dk, dv document by document, through torch's attention and autograd."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    shared = q.shape[1] // k.shape[1] if repeat else 1
+    wide = (q, *(x.repeat_interleave(shared, dim=1) for x in (k, v)))
     pieces = []
-    for parts in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+    for parts in zip(*(x.split(lengths) for x in wide), strict=True):
         heads_first = (x.transpose(0, 1)[None] for x in parts)
         i = torch.arange(len(parts[0]), device=q.device)
         mask = i[:, None] >= i
@@ -73,23 +81,31 @@ def test_against_truth(name, dtype, H, K, d, lengths) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [[333], [1, 130, 64]])
 def test_heads_over_256(lengths) -> None:
-    """Gemma 4's, of 512, in torch's memory-efficient op."""
+    """Gemma 4's, of 512, in torch's memory-efficient op, which is what torch takes for keys that
+    were repeated; for keys that queries share it computes in fp32 on a GPU, with all scores."""
     attention = backend("auto", torch.bfloat16, head_dim=512)
     assert isinstance(attention, Efficient)
-    check(attention, torch.bfloat16, 4, 2, 512, lengths)
+    check(attention, torch.bfloat16, 4, 2, 512, lengths, repeat=True)
 
 
 def check(
-    attention: Attention, dtype: torch.dtype, H: int, K: int, d: int, lengths: list[int]
+    attention: Attention,
+    dtype: torch.dtype,
+    H: int,
+    K: int,
+    d: int,
+    lengths: list[int],
+    repeat: bool = False,
 ) -> None:
-    """Forward and backward, into strided views as the layer has them."""
+    """Forward and backward, into strided views as the layer has them. `repeat`: beside torch's
+    attention over repeated keys and values."""
     torch.manual_seed(0)
     T = sum(lengths)
     buffer = torch.randn(T, H + 2 * K, d, device=DEVICE, dtype=dtype)  # q, k, v are strided views
     q, k, v = buffer.split([H, K, K], dim=1)
     do = torch.randn(T, H, d, device=DEVICE, dtype=dtype)
     truth = plain(*(x.double() for x in (q, k, v, do)), lengths)
-    naive = plain(q, k, v, do, lengths)
+    naive = plain(q, k, v, do, lengths, repeat=repeat)
 
     documents = Documents.of(lengths, device=DEVICE)
     wide = torch.full((T, 2 * H, d), torch.nan, device=DEVICE, dtype=dtype)

@@ -234,10 +234,12 @@ class Mixer(OverRow):
         assert kind.mixer is not None
         tokens, unit = batch.tokens, s.unit(batch.tokens)
         mixed, itemsize = kind.mixer, s.itemsize
-        made = tokens * mixed.columns * itemsize
-        moved, moved_back = (int(elements * made) for elements in mixed.moves)
-        flops = 2 * tokens * mixed.parameters
-        forward = Work(name="mixer", flops=flops, nbytes=moved + 3 * unit)
+        flops, made = 2 * tokens * mixed.parameters, tokens * mixed.columns
+        besides, besides_back = (
+            Work(name="besides a mixer's matmuls", flops=made * each, rate="mixer")
+            for each in mixed.besides
+        )
+        forward = (Work(name="mixer", flops=flops, nbytes=3 * unit), besides)
         z = tokens * s.hidden * itemsize
         # However long the documents are: one of L tokens keeps ceil(L / segment) - 1 states.
         states = (tokens - 1) // cutting.SEGMENT_TOKENS
@@ -245,21 +247,23 @@ class Mixer(OverRow):
             name="o",
             nbytes=z * kind.between + states * mixed.state_bytes,
             tensors=kind.between + 2 * (states > 0),
-            spares=(forward,),
+            spares=forward,
             word="o",
             read_first=True,
             buffered=True,
         )
         trained = 2 * tokens * min(mixed.trained, mixed.parameters)
         return Table(
-            forward=(forward,),
+            forward=forward,
             backward=(
                 # With a graph: forward once more, then the gradients of inputs and of weights.
-                Work(name="mixer", flops=flops, nbytes=moved),
+                Work(name="mixer", flops=flops),
+                besides,
+                besides_back,
                 Work(
                     name="mixer's gradients",
                     flops=flops + trained,
-                    nbytes=moved_back + 4 * unit,
+                    nbytes=4 * unit,
                     finishing=True,
                 ),
             ),
