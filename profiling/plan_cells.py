@@ -322,7 +322,7 @@ def everyday_cells() -> Iterator[Cell]:
 def mixture_cells() -> Iterator[Cell]:
     """Whole steps of models with experts or mixers, with adapters or all weights. Bytes of the
     first rows of experts are left out: adapters of experts did not wait on the host then, so that
-    other weights did."""
+    other weights did. So is the host of short rows, which held little but the process."""
     for name in ("h200_experts_step", "h200_hybrid_step", "h100_hybrid_step"):
         for row in rows_of(name):
             if not is_custom(row):
@@ -333,7 +333,8 @@ def mixture_cells() -> Iterator[Cell]:
             plans = planned(row, made, run, machine_of(name))
             measured = {"step_s": row["step_s"]}
             if "of_commit" in row or name != "h200_experts_step":
-                measured |= {"gpu_gib": row["peak_gib"], "host_gib": row["host_gib"]}
+                measured["gpu_gib"] = row["peak_gib"]
+                measured |= {"host_gib": row["host_gib"]} if row["tokens"] > 32768 else {}
             held = f" of {row['gpu_gib']} GiB" if row.get("gpu_gib") else ""
             four_bits = " in NF4" * (row.get("quantize") == "nf4")
             cell = f"{name[:4]}{held}: {row['preset']}{four_bits}, 1 x {row['tokens']}"
