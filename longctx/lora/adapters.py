@@ -86,7 +86,7 @@ def check_lora(args: ModelArguments, config: PretrainedConfig) -> None:
     if args.lora_targets and EXPERTS in args.lora_targets and not expert_stacks(skeleton):
         raise UserError(f"--lora_targets {EXPERTS}: the model has none that longctx knows")
     for target in args.lora_targets or ():
-        _check_target(target, known, args, config)
+        _check_target(target, known, args, skeleton)
 
 
 def _ends(config: PretrainedConfig) -> tuple[str, ...]:
@@ -99,7 +99,7 @@ def _refuses_out_proj(config: PretrainedConfig) -> bool:
 
 
 def _check_target(
-    target: str, known: dict[str, nn.Linear], args: ModelArguments, config: PretrainedConfig
+    target: str, known: dict[str, nn.Linear], args: ModelArguments, model: Any
 ) -> None:
     if target == ALL_LINEAR:
         if len(args.lora_targets or ()) > 1:
@@ -115,14 +115,28 @@ def _check_target(
             f"--lora_targets {target}: it is trained as a whole, with --lora_modules_to_save "
             f"{target}; an adapter on it would need all logits at once"
         )
-    if target == _OUT_PROJ and _refuses_out_proj(config):
+    if target == _OUT_PROJ and _refuses_out_proj(model.config):
         raise UserError(
-            f"--lora_targets {target}: PEFT refuses it in models of type {config.model_type!r}: "
-            "leave it out"
+            f"--lora_targets {target}: PEFT refuses it in models of type "
+            f"{model.config.model_type!r}: leave it out"
         )
-    if target != EXPERTS and not any(_names(target, path) for path in known):
-        endings = {path.rpartition(".")[2] for path in known if path not in (*_ENDS, _SCORE)}
-        raise UserError(f"--lora_targets {target}: {_nearest(target, endings)}")
+    if target == EXPERTS or any(_names(target, path) for path in known):
+        return
+    mixture = has_experts(model)
+    if mixture and any(_names(target, path) for path in _inside_layers(model)):
+        raise UserError(
+            f"--lora_targets {target}: routers and other MLPs than experts stay as they are in "
+            f"adapted mixtures: leave it out, or name {EXPERTS}"
+        )
+    endings = {path.rpartition(".")[2] for path in known if path not in (*_ENDS, _SCORE)}
+    endings |= {EXPERTS} if mixture else set()
+    raise UserError(f"--lora_targets {target}: {_nearest(target, endings)}")
+
+
+def _inside_layers(model: Any) -> Iterator[str]:
+    """Yields the paths of the modules of all decoder layers, each in its layer."""
+    layers: Any = decoder_layers(model)
+    return (path for layer in layers for path, _ in layer.named_modules())
 
 
 def _names(target: str, path: str) -> bool:

@@ -62,7 +62,8 @@ def test_what_is_frozen_is_said(more, said) -> None:
     [
         ({"lora_dropout": 0.1}, "--lora_dropout: adapters of experts have none"),
         ({"use_dora": True}, "--use_dora: adapters of experts have none"),
-        ({"lora_targets": ["expert"]}, "the model has no such part"),
+        ({"lora_targets": ["expert"]}, "the model has no such part; did you mean experts"),
+        ({"lora_targets": ["gate"]}, "--lora_targets gate: routers and other MLPs than experts"),
     ],
 )
 def test_options_that_cannot_be(more, problem) -> None:
