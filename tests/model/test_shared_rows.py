@@ -1,5 +1,5 @@
-"""Rows that two and four ranks share (gloo): the mean over the ranks of loss and gradients is as
-exact as one process is."""
+"""Rows that two, four and eight ranks share (gloo): the mean over the ranks of loss and gradients
+is as exact as one process is."""
 
 from __future__ import annotations
 
@@ -73,6 +73,12 @@ def check_llama(rank: int, ranks: int) -> None:
             known = check_exact(models, *(batch(rows) for rows in ROWS), known=known)
 
 
+def check_a_head_each(rank: int, ranks: int) -> None:
+    """As many ranks as there are heads, of keys too."""
+    models = small_layer.trio(torch.float32, SETTINGS[0], num_key_value_heads=ranks)
+    check_exact(models, *(batch(rows) for rows in ROWS))
+
+
 def check_families(rank: int, ranks: int) -> None:
     """A model of each kind of layer by two ranks, and two by four, in head groups. Norms that span
     heads (OLMo's) are made where a rank has all heads of its tokens. Ministral 3 scales q by its
@@ -105,6 +111,7 @@ def check_auxiliary_loss(rank: int, ranks: int) -> None:
     [
         *((check, 2) for check in (check_llama, check_families, check_auxiliary_loss)),
         *((check, 4) for check in (check_llama, check_families)),
+        (check_a_head_each, 8),
     ],
 )
 def test_shared_rows_train_as_whole_ones(check, ranks, tmp_path) -> None:
