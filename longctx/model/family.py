@@ -150,7 +150,7 @@ class Family:
     mixer_cache: str = "cache_params"
     """The name under which its forward takes transformers' cache."""
     mixer_kind: str = "delta rule"
-    """The kind of mixer, from which its seconds are planned: "delta rule", "mamba" or "convolution",
+    """The kind of mixer, by which its seconds are planned: "delta rule", "mamba" or "convolution",
     the names of MIXERS in cost/fitted.py."""
     mixer_package: str = "fla"
     """The package whose kernels transformers takes for it, if it is there; empty where it needs

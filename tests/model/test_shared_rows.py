@@ -74,7 +74,7 @@ def check_llama(rank: int, ranks: int) -> None:
 
 
 def check_a_head_each(rank: int, ranks: int) -> None:
-    """The model has as many heads of queries, and of keys, as there are ranks: each rank has one."""
+    """A model has as many heads of queries, and of keys, as there are ranks: each rank has one."""
     models = small_layer.trio(torch.float32, SETTINGS[0], num_key_value_heads=ranks)
     check_exact(models, *(batch(rows) for rows in ROWS))
 
