@@ -5,6 +5,8 @@
     python profiling/bench/everyday_bench.py --case qlora:2048@8 --side custom -- --cuda_graphs off
     python profiling/bench/everyday_bench.py --case llama-3.2-1b,dpo --side custom,liger,compile,trl
     python profiling/bench/everyday_bench.py --case llama-3.2-1b --side custom,compile,compile_loss
+    python profiling/bench/everyday_bench.py --case qlora:131072 --side liger \\
+        --setting selective,layers+host,selective+fp32
     python profiling/bench/everyday_bench.py --case llama-3.2-1b --side custom -- --torch_compile
     python profiling/bench/everyday_bench.py --list
 
@@ -13,16 +15,21 @@ A case is one row of the table: `qlora:2048` has 2048 tokens and all of the GPU'
 limit, and its row says what it took. Random weights, random tokens.
 
     qlora, lora     Llama-3.1-8B, adapters of rank 16 on all maps, over NF4 or 16 bits
+    longest         qlora's rows, every side held to 79 GiB
     llama-3.2-1b    all weights, one document a row
     documents       the same model, documents packed into the row
     qwen3-0.6b      all weights, 8 rows of 2048 tokens; smollm2-135m, too
+    qwen3.5-9b, qwen3-30b-a3b, gpt-oss-20b
+                    adapters of rank 16 on all maps and experts over 16 bits; `/8` behind a name
+                    leaves 8 of the layers, so that every peer fits
     dpo             LoRA on Llama-3.1-8B, pairs: a prompt of 1024 tokens, two answers of as many
     dpo_varied      the same, prompts of 100 to 1500 tokens and answers of 50 to 700
-    long            LoRA on Llama-3.1-8B, one document of 131072 tokens
 
 Sides: `custom` is train.py's trainer with its defaults, and what comes after `--` goes to it.
-`unsloth` (unsloth_peer.py), `liger`, `compile`, `compile_loss` and `trl` (everyday_peers.py) are at
-their best settings and keep (`checkpointing`) in turn what each can: the best of these rows counts.
+`unsloth` (unsloth_peer.py), `liger`, `compile`, `compile_loss` and `trl` (everyday_peers.py) run
+with each of their settings in turn, or with those of `--setting`: what layers keep, then `+host` if
+that waits in host memory, `+fp32` for adapters in fp32, `+tiled_mlp` for an MLP in tiles. The
+fastest of these rows and the one that takes the least memory stand in the tables.
 Peers run in a plain loop that neither clips nor logs, pairs in TRL's trainer. Our states are exact
 (fp32), those of peers bf16, so that peers have less to do.
 
@@ -40,10 +47,10 @@ than 65536 tokens, which take half a minute, have none. `peak_gib` and
 `reserved_gib` are of the timed steps, the former with the pool of CUDA graphs (`graphs_gib`),
 `host_gib` is what the process holds of the host's memory after them.
 
-A process measures one case of ours, or all chosen lengths of a peer's. A case that fails is a row
-with its reason, and the others go on. Unsloth needs other versions of packages: `--unsloth_env`
-names a shell file that sets PYTHONPATH for its process, and the folder `--models` takes the weights
-that it reads (16 GiB for 8B), which stay there for the next run.
+A process measures one row, so that what an earlier one left in the host's memory counts in none. A
+case that fails is a row with its reason, and the others go on. Unsloth needs other versions of
+packages: `--unsloth_env` names a shell file that sets PYTHONPATH for its process, and the folder
+`--models` takes the weights that it reads (16 GiB for 8B), which stay there for the next run.
 """
 
 from __future__ import annotations
@@ -71,7 +78,15 @@ from longctx.constants import GIB
 from longctx.cost.flops import mfu, step_flops
 from longctx.memory.machine import held_host_bytes
 from profiling.bench import everyday_peers
-from profiling.bench.everyday_peers import PEERS, Case, Peer, Rows, make_weights, measure_peer
+from profiling.bench.everyday_peers import (
+    PEERS,
+    Case,
+    Peer,
+    Rows,
+    Setting,
+    make_weights,
+    measure_peer,
+)
 from profiling.bench.runner import Row, child_lines, rounded
 from profiling.bench.step_clock import Clock, time_trainer
 from profiling.results import results_file, write_results
@@ -81,44 +96,68 @@ QLORA = dict(name="qlora", preset="llama-3.1-8b", lora=16, quantize="nf4")
 DPO_VARIED = dict(preset="llama-3.1-8b", lora=16, task="dpo")
 LENGTHS = {1024: 8, 2048: 8, 4096: 9, 8192: 10, 32768: 12, 131072: 12}
 """Tokens of a row -> GiB of our budget."""
+LORA = dict(name="lora", preset="llama-3.1-8b", lora=16)
+LONGEST = (262144, 327680, 393216, 473088)
+
+
+def eighth(preset: str, *lengths: int) -> list[Case]:
+    """Rows of a model with 8 of its layers, adapters on all of its maps and experts."""
+    return [
+        Case(name=f"{preset}/8", preset=preset, lora=16, layers=8, tokens=tokens)
+        for tokens in lengths
+    ]
+
+
 CASES = [
     *(Case(**QLORA, tokens=n, gpu_gib=gib) for n, most in LENGTHS.items() for gib in (0, most)),
-    Case(name="lora", preset="llama-3.1-8b", lora=16, tokens=4096, gpu_gib=24),
+    *(Case(**LORA, tokens=tokens) for tokens in LENGTHS),
+    *(Case(**LORA, tokens=tokens, gpu_gib=24) for tokens in (4096, 131072)),
+    *(
+        Case(**QLORA | {"name": "longest"}, tokens=tokens, gpu_gib=79, all_held=True)
+        for tokens in LONGEST
+    ),
     *(Case(name="llama-3.2-1b", preset="llama-3.2-1b", tokens=n) for n in (4096, 8192)),
     Case(name="documents", preset="llama-3.2-1b", tokens=8192, documents=True),
     *(Case(name=name, preset=name, tokens=2048, rows=8) for name in ("qwen3-0.6b", "smollm2-135m")),
+    *eighth("qwen3.5-9b", 2048, 8192),
+    Case(name="qwen3.5-9b", preset="qwen3.5-9b", lora=16, tokens=65536),
+    *eighth("qwen3-30b-a3b", 2048, 8192, 32768),
+    *eighth("gpt-oss-20b", 2048, 8192, 32768),
+    *(
+        Case(name=preset, preset=preset, lora=16, tokens=8192)
+        for preset in ("qwen3-30b-a3b", "gpt-oss-20b")
+    ),
     Case(name="dpo", preset="llama-3.1-8b", lora=16, tokens=2048, task="dpo"),
     *(
         Case(name="dpo_varied", **DPO_VARIED, tokens=tokens, peer_pairs=pairs)
         for tokens, pairs in ((4096, 2), (8192, 4))
     ),
-    Case(name="long", preset="llama-3.1-8b", lora=16, tokens=131072),
 ]
 SIDES: dict[str, tuple[str | None, ...]] = {
     "custom": (None,),
-    "unsloth": ("unsloth", "none"),
-    "liger": ("selective", "none", "layers"),
+    "unsloth": ("unsloth+fp32", "none+fp32", "unsloth+tiled_mlp+fp32", "none"),
+    "liger": ("selective", "none", "layers", "selective+host", "layers+host"),
     "compile": ("none",),
     "compile_loss": ("none",),
     "trl": ("none", "layers"),
 }
-"""Side -> what its layers keep, in turn; ours have their schedule."""
+"""Side -> its settings, in turn; ours has its schedule."""
 ATTENTION = {"custom": "auto", "liger": "fa4"} | dict.fromkeys(
     ("compile", "compile_loss", "trl"), "sdpa"
 )
 """Side -> the attention that its row names; Unsloth chooses its own."""
-KEY = ("case", "side", "checkpointing", "flags")
+KEY = ("case", "side", "checkpointing", "offload", "adapters", "tiled_mlp", "flags")
 LONG_TOKENS, VERY_LONG_TOKENS = 16384, 65536
 """Steps of more tokens are timed less often."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One process of the benchmark: a side, and the cases that it measures."""
+    """One process of the benchmark, which measures one row."""
 
     side: str
-    cases: list[Case]
-    checkpointings: list[str | None]
+    case: Case
+    setting: str | None
     models: str
     flags: list[str]
     timed: int | None = None
@@ -126,23 +165,27 @@ class Job:
     @classmethod
     def parsed(cls, text: str) -> Job:
         fields = json.loads(text)
-        return cls(**{**fields, "cases": [Case(**case) for case in fields["cases"]]})
-
-    @property
-    def longest(self) -> Case:
-        """The case by which a model that serves all of them is made."""
-        return max(self.cases, key=lambda case: case.tokens)
+        return cls(**{**fields, "case": Case(**fields["case"])})
 
     @property
     def weights(self) -> Path:
-        """The folder of weights of the cases' model."""
-        return Path(self.models) / f"m{self.longest.preset.rpartition('-')[2]}"
+        """The folder of weights of the case's model."""
+        layers = f"-{self.case.layers}" if self.case.layers else ""
+        return Path(self.models) / f"{self.case.preset}{layers}"
 
-    def settings(self, case: Case, checkpointing: str | None) -> Row:
-        row = {"case": case.text, "side": self.side, "checkpointing": checkpointing, **asdict(case)}
+    def settings(self) -> Row:
+        row = {
+            "case": self.case.text,
+            "side": self.side,
+            "checkpointing": None,
+            **asdict(self.case),
+        }
         row["attention"] = ATTENTION.get(self.side, "its own")
-        fp32 = self.side == "custom" or (self.side == "unsloth" and case.lora)
-        row["states"] = "fp32" if fp32 else "bf16"
+        if self.setting:
+            row |= asdict(Setting.parsed(self.setting))
+        if not self.case.lora:
+            row.pop("adapters", None)
+        row["states"] = "fp32" if self.side == "custom" else row.get("adapters", "bf16")
         return row | {"flags": " ".join(self.flags)}
 
 
@@ -150,84 +193,67 @@ def fits(case: Case, side: str) -> bool:
     """Whether a side has something to say on a case."""
     if side == "custom":
         return True
-    if case.name == "qlora" and case.gpu_gib:  # as without a budget
+    if case.gpu_gib and not case.all_held:  # as without a budget
         return False
     if case.task == "dpo":
         return side in ("unsloth", "trl")
     return side in ("unsloth", "liger") or (side.startswith("compile") and not case.lora)
 
 
-def jobs_of(cases: Sequence[Case], sides: Sequence[str], **settings: Any) -> Iterator[Job]:
-    """One process for each case of ours, and for the cases of a peer that share a model; TRL's
-    trainer changes the model, so its processes have one case and one checkpointing each."""
-    for name in dict.fromkeys(case.name for case in cases):
-        for side in sides:
-            found = [case for case in cases if case.name == name and fits(case, side)]
-            modes = [*SIDES[side]]
-            alone = any(case.task == "dpo" for case in found)
-            one_each = alone or side == "custom"
-            groups = [[case] for case in found] if one_each else [found] if found else []
-            for group in groups:
-                for kept in [[mode] for mode in modes] if alone else [modes]:
-                    flags = settings["flags"] if side == "custom" else []
-                    job = {**settings, "flags": flags, "checkpointings": kept}
-                    yield Job(side=side, cases=group, **job)
+def jobs_of(
+    cases: Sequence[Case], sides: Sequence[str], chosen: Sequence[str], **rest: Any
+) -> Iterator[Job]:
+    """The jobs of some cases on some sides, with a side's own settings or those that are chosen."""
+    for side in sides:
+        ours = side == "custom"
+        rest_of_side = rest if ours else {**rest, "flags": []}
+        for case in cases:
+            words = [*SIDES[side]] if ours or not chosen else [*chosen]
+            if not ours and not case.lora:
+                words = [*dict.fromkeys(word.replace("+fp32", "") for word in words)]
+            for word in words if fits(case, side) else ():
+                yield Job(side=side, case=case, setting=word, **rest_of_side)
 
 
 # --- in a child ------------------------------------------------------------------------------
 
 
 def child(job_text: str, peers: Mapping[str, Peer] = PEERS, versions: Row | None = None) -> None:
-    """Prints a line for each row of a job; all else goes to stderr."""
+    """Prints the row of a job; all else goes to stderr."""
     job, printed = Job.parsed(job_text), sys.stdout
     with redirect_stdout(sys.stderr):
-        for row in rows_of(job, peers):
-            row = row | ({"peer_versions": versions} if versions else {})
-            print(json.dumps([row]), file=printed, flush=True)
+        row = row_of(job, peers) | ({"peer_versions": versions} if versions else {})
+        print(json.dumps([row]), file=printed, flush=True)
     sys.stderr.flush()
     os._exit(0)  # what ran out of memory may hang in its own clean-up
 
 
-def rows_of(job: Job, peers: Mapping[str, Peer]) -> Iterator[Row]:
-    """The rows of a job, as they come; of weights, whether they were made."""
+def row_of(job: Job, peers: Mapping[str, Peer]) -> Row:
+    """The row of a job; of weights, whether they were made."""
     if job.side == "weights":
-        yield attempt({}, partial(make_weights, job.longest, job.weights))
-        return
-    peer, model = peers.get(job.side), None
-    if peer:
-        loaded: list[Any] = []
-        outcome = attempt({}, lambda: loaded.append(peer.load(job.longest, job.weights)))
-        if not loaded:
-            yield from failed_rows(job, outcome)
-            return
-        (model,) = loaded
-    for kept in job.checkpointings:
-        for case in job.cases:
-            yield attempt(job.settings(case, kept), partial(measure, job, peer, model, case, kept))
+        return attempt({}, partial(make_weights, job.case, job.weights))
+    return attempt(job.settings(), partial(measure, job, peers.get(job.side)))
 
 
-def measure(job: Job, peer: Peer | None, model: Any, case: Case, kept: Any) -> Row:
+def measure(job: Job, peer: Peer | None) -> Row:
     """The columns of a row that are measured."""
+    case = job.case
     pairs = pairs_of_batches(case, ours=peer is None)
     steps = steps_of(case, job.timed)
     if case.peer_pairs:
         steps = (len(pairs), job.timed or len(pairs))  # every length is seen before
     long = case.step_tokens > VERY_LONG_TOKENS
     clock = Clock(*steps, idle_steps=0 if long else None)
-    with tempfile.TemporaryDirectory() as folder:
-        if peer is None:
+    if peer is None or job.setting is None:
+        with tempfile.TemporaryDirectory() as folder:
             row = measure_custom(case, clock, job.flags, Path(folder))
-        else:
-            model.zero_grad()  # an earlier case may have ended within a step
-            measure_peer(peer, model, case, kept, clock, Path(folder))
-            row = columns(case, clock, model)
+    else:
+        if case.all_held and torch.cuda.is_available():
+            whole = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(case.gpu_gib * GIB / whole)
+        model = measure_peer(peer, case, Setting.parsed(job.setting), clock, job.weights)
+        row = columns(case, clock, model)
     return row | (pair_columns(pairs, clock) if pairs else {})
-
-
-def failed_rows(job: Job, outcome: Row) -> list[Row]:
-    """The rows of a job that did not get as far as a step."""
-    pairs = [(case, kept) for kept in job.checkpointings for case in job.cases]
-    return [job.settings(case, kept) | outcome for case, kept in pairs]
 
 
 def attempt(settings: Row, function: Callable[[], Row | None]) -> Row:
@@ -331,20 +357,19 @@ def mfu_of(case: Case, count: int, model: Any, step_s: float) -> float | None:
 # --- the command -----------------------------------------------------------------------------
 
 
-def run_job(job: Job, unsloth_env: str | None, limit_s: float) -> list[Row]:
-    """The rows of a job, from a process of its own; what it did not measure has a row with the
-    reason. Unsloth's weights are made before, if they are not there."""
+def run_job(job: Job, unsloth_env: str | None, limit_s: float) -> Row:
+    """The row of a job, from a process of its own, or a row with the reason why there is none.
+    Unsloth's weights are made before, if they are not there."""
     if job.side == "unsloth" and not (job.weights / "tokenizer.json").exists():
-        made = run_job(replace(job, side="weights"), None, limit_s)[0]
+        made = run_job(replace(job, side="weights"), None, limit_s)
         if made["status"] != "ok":
-            return failed_rows(job, made)
+            return job.settings() | {name: made[name] for name in ("status", "reason")}
     lines, reason = child_lines(command(job, unsloth_env), limit_s)
-    rows = [row for line in lines for row in line]
+    for (row,) in lines:
+        return row
     if job.side == "weights":
-        return rows or [{"status": "failed", "reason": f"no weights: {reason}"}]
-    measured = {(row["case"], row["checkpointing"]) for row in rows}
-    rest = failed_rows(job, {"status": "failed", "reason": reason})
-    return rows + [r for r in rest if (r["case"], r["checkpointing"]) not in measured]
+        reason = f"no weights: {reason}"
+    return job.settings() | {"status": "failed", "reason": reason}
 
 
 def command(job: Job, unsloth_env: str | None) -> list[str]:
@@ -361,21 +386,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         child(args.child)
         return
     settings = dict(models=args.models, flags=args.flags, timed=args.steps)
-    jobs = list(jobs_of(args.case, args.side, **settings))
+    jobs = list(jobs_of(args.case, args.side, args.setting, **settings))
     if args.list or not jobs:
         for job in jobs:
-            print(f"{job.side:8} {' '.join(case.text for case in job.cases)}")
+            print(f"{job.side:8} {job.case.text} {job.setting or ''}".rstrip())
         return
     found: list[Row] = []
     for number, job in enumerate(jobs, 1):
-        texts = " ".join(case.text for case in job.cases)
-        print(f"[{number}/{len(jobs)}] {job.side} {texts}", flush=True)
-        rows = run_job(job, args.unsloth_env, args.limit_s)
-        for row in rows:
-            print("    " + json.dumps(row), flush=True)
+        print(f"[{number}/{len(jobs)}] {job.side} {job.case.text} {job.setting or ''}", flush=True)
+        row = run_job(job, args.unsloth_env, args.limit_s)
+        print("    " + json.dumps(row), flush=True)
         if args.output:
-            write_results(args.output, rows, key=KEY)
-        found += rows
+            write_results(args.output, [row], key=KEY)
+        found.append(row)
     print(table(found))
     if failed := sum(row["status"] == "failed" for row in found):
         sys.exit(f"error: {failed} of {len(found)} rows failed")
@@ -385,6 +408,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--case", type=cases_named, default=CASES, help="NAME[:TOKENS[@GIB]],...")
     parser.add_argument("--side", type=sides_named, default=[*SIDES], help=",".join(SIDES))
+    parser.add_argument(
+        "--setting", type=settings_named, default=[], help="of peers: layers+host,none,..."
+    )
     parser.add_argument(
         "--steps",
         type=int,
@@ -417,19 +443,36 @@ def sides_named(text: str) -> list[str]:
     return text.split(",")
 
 
+def settings_named(text: str) -> list[str]:
+    for word in text.split(","):
+        try:
+            Setting.parsed(word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return text.split(",")
+
+
 def shell_file(text: str) -> str:
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"{text} is no file")
     return str(Path(text).resolve())  # a bare name would be looked for along PATH
 
 
+def setting_of(row: Row) -> str:
+    """The word of a row's setting."""
+    parts = [row.get("checkpointing") or ""]
+    parts += ["host"] * bool(row.get("offload")) + ["tiled_mlp"] * bool(row.get("tiled_mlp"))
+    parts += ["fp32"] * (bool(parts[0]) and row.get("adapters") == "fp32")
+    return "+".join(parts)
+
+
 def table(rows: Sequence[Row]) -> str:
     """A line for each row."""
     names = ("step_s", "fwd_s", "bwd_s", "opt_s", "tokens_per_s", "pairs_per_s", "mfu", "idle")
     names += ("peak_gib", "reserved_gib", "status")
-    lines = [f"{'case':20} {'side':8} {'keeps':10}" + "".join(f"{name:>13}" for name in names)]
+    lines = [f"{'case':20} {'side':8} {'setting':20}" + "".join(f"{n:>13}" for n in names)]
     for row in rows:
-        start = f"{row['case']:20} {row['side']:8} {row['checkpointing'] or '':10}"
+        start = f"{row['case']:20} {row['side']:8} {setting_of(row):20}"
         values = [row.get(name, "") for name in names]
         cells = [f"{v:13.3f}" if isinstance(v, float) else f"{v:>13}" for v in values]
         lines.append(start + "".join(cells))

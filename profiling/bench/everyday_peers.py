@@ -1,7 +1,7 @@
 """Rows and peers of everyday_bench.py: what runs beside us, each at its best settings.
 
     liger    Hugging Face's layers with Liger-Kernel's, flash-attn-4 by documents (peers.py); PEFT's
-             adapters in bf16, as TRL casts them
+             adapters in bf16, as TRL casts them, or in fp32, as PEFT makes them
     compile  Hugging Face's layers under torch.compile, one graph a shape, with torch's attention
     compile_loss    the same layers, and longctx's loss over what they return
     trl      TRL's DPOTrainer over the `liger` model; the reference's log-probabilities are there
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from longctx.model.adapters import inside_peft
 from profiling.bench import peers
 from profiling.bench.step_clock import Clock, time_loop, time_trainer
 
+BF16 = torch.bfloat16
 WORDS = 1000
 """Tokens are drawn below this number."""
 END = 1
@@ -59,12 +61,15 @@ class Case:
     lora: int = 0
     quantize: str = "none"
     gpu_gib: float = 0
-    """Our budget of GPU memory (0: all); peers have no limit."""
+    """Our budget of GPU memory (0: all)."""
     task: str = "sft"
     documents: bool = False
     peer_pairs: int = 0
     """Pairs in a peer's batch, where pairs vary; 0: all are alike, and `rows` are in a batch."""
     layers: int | None = None
+    """Layers of the model, if fewer than the preset has."""
+    all_held: bool = False
+    """Whether `gpu_gib` holds a peer's allocator, too."""
 
     @property
     def text(self) -> str:
@@ -80,6 +85,33 @@ class Case:
     def step_tokens(self) -> int:
         """The tokens of a step, a prompt counted once an answer."""
         return self.rows * self.tokens * (2 if self.task == "dpo" else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a peer's layers keep for backward, where it waits, and how its adapters are held."""
+
+    checkpointing: str
+    offload: bool = False
+    """Whether what layers keep waits in host memory (`+host`)."""
+    adapters: str = "bf16"
+    """Dtype of the adapters: bf16, or fp32 (`+fp32`)."""
+    tiled_mlp: bool = False
+    """Whether the MLP runs in tiles of the row (`+tiled_mlp`); Unsloth's alone."""
+
+    @classmethod
+    def parsed(cls, word: str) -> Setting:
+        """The setting of a word: `selective`, `layers+host`, `unsloth+tiled_mlp`. Raises ValueError
+        for an unknown part."""
+        checkpointing, *parts = word.split("+")
+        if unknown := {*parts} - {"host", "fp32", "tiled_mlp"}:
+            raise ValueError(f"{word}: {sorted(unknown)[0]} is none of host, fp32, tiled_mlp")
+        return cls(
+            checkpointing=checkpointing,
+            offload="host" in parts,
+            adapters="fp32" if "fp32" in parts else "bf16",
+            tiled_mlp="tiled_mlp" in parts,
+        )
 
 
 # --- rows ------------------------------------------------------------------------------------
@@ -138,29 +170,29 @@ def batches(case: Case, device: torch.device, bounds: bool) -> list[dict[str, An
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """How a peer's model is made, and how it is told what its layers keep."""
+    """How a peer's model is made."""
 
-    load: Callable[[Case, Path], Any]
-    """The model of a case that is as long as any, from a folder of weights if it needs one."""
-    settle: Callable[[Any, Case, str], Any]
-    """Gives the model a checkpointing and returns what a step calls."""
+    load: Callable[[Case, Setting, Path], Any]
+    """Returns what a step calls, from a folder of weights if the peer reads one."""
     autocast: bool = False
     bounds: bool = False
 
 
-def measure_peer(
-    peer: Peer, model: Any, case: Case, checkpointing: str, clock: Clock, folder: Path
-) -> None:
-    """Runs the steps of a case: TRL's of preference pairs, a plain loop's of rows."""
-    settled = peer.settle(model, case, checkpointing)
+def measure_peer(peer: Peer, case: Case, setting: Setting, clock: Clock, folder: Path) -> Any:
+    """Runs the steps of a case, TRL's of preference pairs or a plain loop's of rows, over a model
+    of `folder`, and returns the model."""
+    model = peer.load(case, setting, folder)
     if case.task == "dpo":
-        time_trainer(dpo_trainer(settled, case, checkpointing, clock.total, folder), clock)
-        return
+        with tempfile.TemporaryDirectory() as output:
+            trainer = dpo_trainer(model, case, setting.checkpointing, clock.total, Path(output))
+            time_trainer(trainer, clock)
+        return model
     device = next(model.parameters()).device
-    time_loop(settled, batches(case, device, peer.bounds), clock, peer.autocast)
+    time_loop(model, batches(case, device, peer.bounds), clock, peer.autocast)
+    return model
 
 
-def load_hf(case: Case, class_type: str) -> Any:
+def load_hf(case: Case, setting: Setting, class_type: str) -> Any:
     """Hugging Face's layers in bf16 (fp32 without a GPU), with adapters and NF4 as the case says.
     Liger-Kernel needs a GPU, so without one its layers are Hugging Face's."""
     from longctx.run.loading import load_model
@@ -171,10 +203,16 @@ def load_hf(case: Case, class_type: str) -> Any:
     args = model_options(case, class_type=class_type if on_gpu else "vanilla", **adapters)
     model = load_model(args, config_of(case), device=device)
     inside_peft(model).config.use_cache = False
-    for parameter in model.parameters():
-        if parameter.requires_grad and on_gpu:
-            parameter.data = parameter.data.to(torch.bfloat16)
+    if on_gpu:
+        cast_trained(model, torch.float32 if case.lora and setting.adapters == "fp32" else BF16)
     return model.train()
+
+
+def cast_trained(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Casts the parameters that train."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 def model_options(case: Case, class_type: str = "vanilla", **more: Any) -> Any:
@@ -194,21 +232,12 @@ def config_of(case: Case, **special_ids: int) -> PretrainedConfig:
     return config
 
 
-def load_liger(case: Case, folder: Path) -> Any:
-    model = load_hf(case, "liger")
-    peers.attend_by_documents(inside_peft(model))
+def load_liger(case: Case, setting: Setting, folder: Path) -> Any:
+    model = load_hf(case, setting, "liger")
+    if case.task != "dpo":  # TRL's trainer chooses what layers keep, and pads its pairs
+        peers.attend_by_documents(inside_peft(model))
+        peers.keep(inside_peft(model), setting.checkpointing, setting.offload)
     return model
-
-
-def keep(model: Any, case: Case, checkpointing: str) -> Any:
-    peers.keep(inside_peft(model), checkpointing, offload=False)
-    return model
-
-
-def compile_anew(model: Any, case: Case, checkpointing: str) -> Any:
-    """torch.compile for one shape: after a second shape it would compile for any."""
-    torch._dynamo.reset()
-    return torch.compile(model)
 
 
 class CompiledWithOurLoss(torch.nn.Module):
@@ -226,25 +255,15 @@ class CompiledWithOurLoss(torch.nn.Module):
         return SimpleNamespace(loss=linear_cross_entropy(hidden, weight, labels[:, 1:]))
 
 
-def compile_layers(model: Any, case: Case, checkpointing: str) -> Any:
-    torch._dynamo.reset()
-    return CompiledWithOurLoss(model)
-
-
 PEERS = {
-    "liger": Peer(load=load_liger, settle=keep, bounds=True),
+    "liger": Peer(load=load_liger, bounds=True),
     "compile": Peer(
-        load=lambda case, folder: load_hf(case, "vanilla"),
-        settle=compile_anew,
+        load=lambda case, setting, folder: torch.compile(load_hf(case, setting, "vanilla"))
     ),
     "compile_loss": Peer(
-        load=lambda case, folder: load_hf(case, "vanilla"),
-        settle=compile_layers,
+        load=lambda case, setting, folder: CompiledWithOurLoss(load_hf(case, setting, "vanilla"))
     ),
-    "trl": Peer(
-        load=lambda case, folder: load_hf(case, "liger"),
-        settle=lambda model, case, checkpointing: model,  # its trainer sets it
-    ),
+    "trl": Peer(load=load_liger),
 }
 
 # --- pairs -----------------------------------------------------------------------------------

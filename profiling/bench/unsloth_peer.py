@@ -15,14 +15,22 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+ATTENTIONS = ("flash-attn", "flash-attn-4", "xformers")
+"""Packages whose attention it takes, if they are installed, before torch's."""
 MAPS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Maps with adapters; of experts, Unsloth adapts the stacked weights by these names."""
+MIXER_MAPS = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")
 
 
-def load(case: Any, folder: Path) -> Any:
-    """All weights in bf16, or adapters in fp32 over bf16 or NF4, by its own loader."""
+def load(case: Any, setting: Any, folder: Path) -> Any:
+    """All weights in bf16, or adapters in fp32 or bf16 over bf16 or NF4, by its own loader, with
+    its own checkpointing (`unsloth`) or none."""
     import torch
-    from unsloth import FastLanguageModel
+    from unsloth import FastLanguageModel, FastModel
 
+    from profiling.bench.everyday_peers import cast_trained
+
+    kept = "unsloth" if setting.checkpointing == "unsloth" else False
     model, _ = FastLanguageModel.from_pretrained(
         str(folder),
         max_seq_length=case.tokens,
@@ -30,39 +38,33 @@ def load(case: Any, folder: Path) -> Any:
         load_in_4bit=case.quantize == "nf4",
         full_finetuning=not case.lora,
         use_gradient_checkpointing="unsloth",
+        unsloth_tiled_mlp=setting.tiled_mlp,
     )
-    if not case.lora:
-        return model
-    return FastLanguageModel.get_peft_model(
-        model,
-        r=case.lora,
-        lora_alpha=case.lora,
-        lora_dropout=0,
-        bias="none",
-        target_modules=[*MAPS],
-        use_gradient_checkpointing="unsloth",
-        random_state=0,
-    )
-
-
-def settle(model: Any, case: Any, checkpointing: str) -> Any:
-    """Its own checkpointing (`unsloth`) or none."""
-    from unsloth import FastLanguageModel, FastModel
-
-    loader = FastLanguageModel if case.lora else FastModel
-    kept = "unsloth" if checkpointing == "unsloth" else False
+    if case.lora:
+        model = FastLanguageModel.get_peft_model(
+            model,
+            r=case.lora,
+            lora_alpha=case.lora,
+            lora_dropout=0,
+            bias="none",
+            target_modules=[*MAPS, *(MIXER_MAPS if case.preset.startswith("qwen3.5") else ())],
+            use_gradient_checkpointing="unsloth",
+            random_state=0,
+        )
+        cast_trained(model, torch.float32 if setting.adapters == "fp32" else torch.bfloat16)
     model._unsloth_gradient_checkpointing = kept  # which its trainers go by
+    loader = FastLanguageModel if case.lora else FastModel
     loader.for_training(model, use_gradient_checkpointing=kept)
-    model.train()
-    return model
+    return model.train()
 
 
 def versions() -> dict[str, str]:
-    """The versions that it runs with; those of the results file are ours."""
+    """The versions that it runs with, of attention packages those that are installed; the results
+    file's own are ours."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}
-    for name in ("unsloth", "transformers", "trl", "torch"):
+    for name in (*("unsloth", "unsloth_zoo", "transformers", "trl", "torch"), *ATTENTIONS):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
@@ -77,7 +79,7 @@ def main(job: str) -> None:
     from profiling.bench import everyday_bench
     from profiling.bench.everyday_peers import Peer
 
-    peer = Peer(load=load, settle=settle, autocast=True)
+    peer = Peer(load=load, autocast=True)
     everyday_bench.child(job, {"unsloth": peer}, versions())
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from profiling.bench import everyday_bench, everyday_peers, step_clock, unsloth_peer
 from profiling.bench.everyday_bench import Job
-from profiling.bench.everyday_peers import PEERS, Case, Peer
+from profiling.bench.everyday_peers import PEERS, Case, Peer, Setting
 from profiling.results import read_rows
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -23,14 +23,13 @@ pytestmark = pytest.mark.usefixtures("reference_kernels")
 TINY = Case(name="tiny", preset="tiny", tokens=48, rows=2, layers=2)
 
 
-def job(side: str, *cases: Case, **settings: Any) -> Job:
-    modes = [*everyday_bench.SIDES.get(side, (None,))]
-    known = dict(checkpointings=modes, models="", flags=[], timed=1)
-    return Job(side=side, cases=[*cases], **{**known, **settings})
+def job(side: str, case: Case, setting: str | None = None, **settings: Any) -> Job:
+    known = dict(models="", flags=[], timed=1)
+    return Job(side=side, case=case, setting=setting, **{**known, **settings})
 
 
-def measured(job: Job, peers: dict[str, Peer] = PEERS) -> list[dict[str, Any]]:
-    return list(everyday_bench.rows_of(job, peers))
+def measured(job: Job, peers: dict[str, Peer] = PEERS) -> dict[str, Any]:
+    return everyday_bench.row_of(job, peers)
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +134,7 @@ def test_what_several_intervals_cover_counts_once(busy, covered) -> None:
 )
 def test_our_trainer_is_timed_from_step_to_step(changes) -> None:
     case = replace(TINY, **changes)
-    (row,) = measured(job("custom", case, flags=["--learning_rate=1e-4"]))
+    row = measured(job("custom", case, flags=["--learning_rate=1e-4"]))
     assert row["status"] == "ok", row
     assert (row["steps"], row["flags"], row["checkpointing"]) == (1, "--learning_rate=1e-4", None)
     assert row["tokens_per_s"] == pytest.approx(case.step_tokens / row["step_s"], rel=0.01)
@@ -144,9 +143,16 @@ def test_our_trainer_is_timed_from_step_to_step(changes) -> None:
     assert len(row["ladder"]) and row["host_gib"] > 0
 
 
-@pytest.mark.parametrize("side", ["liger", "compile", "compile_loss"])
-def test_a_peer_is_timed_with_all_that_it_may_keep(side, monkeypatch) -> None:
-    """One model serves all lengths. Without a GPU its layers are Hugging Face's."""
+@pytest.mark.parametrize(
+    ("side", "setting"),
+    [
+        *(("liger", word) for word in everyday_bench.SIDES["liger"]),
+        ("compile", "none"),
+        ("compile_loss", "none"),
+    ],
+)
+def test_a_peer_is_timed_with_a_setting(side, setting, monkeypatch) -> None:
+    """Without a GPU its layers are Hugging Face's."""
     monkeypatch.setattr(torch, "compile", lambda model: model)
     seen: list[dict[str, Any]] = []
     forward = everyday_peers.time_loop
@@ -156,23 +162,31 @@ def test_a_peer_is_timed_with_all_that_it_may_keep(side, monkeypatch) -> None:
         forward(model, batches, *rest)
 
     monkeypatch.setattr(everyday_peers, "time_loop", watched)
-    cases = [TINY, replace(TINY, tokens=64, documents=True)]
-    if side == "liger":
-        cases = [replace(case, lora=2) for case in cases]
-    rows = measured(job(side, *cases))
-    modes = everyday_bench.SIDES[side]
-    assert [(row["checkpointing"], row["tokens"]) for row in rows] == [
-        (mode, tokens) for mode in modes for tokens in (48, 64)
-    ]
-    assert all(row["status"] == "ok" and row["opt_s"] > 0 for row in rows), rows
-    one, packed = seen[:2]
-    assert one["input_ids"].shape == (2, 48) and int(one["input_ids"].max()) < 1000
-    assert (packed["labels"] == -100).equal(packed["position_ids"] == 0)
-    if side == "liger":
-        assert one["cu_seq_lens_q"].tolist() == [0, 48, 96] and one["max_length_q"] == 48
-        assert type(packed["max_length_q"]) is int and packed["cu_seq_lens_q"][-1] == 128
+    documents = setting == "layers"
+    case = replace(TINY, tokens=64, documents=documents, lora=2 if side == "liger" else 0)
+    row = measured(job(side, case, setting))
+    assert row["status"] == "ok" and row["opt_s"] > 0, row
+    assert everyday_bench.setting_of(row) == setting
+    (batch,) = seen
+    assert batch["input_ids"].shape == (2, 64) and int(batch["input_ids"].max()) < 1000
+    if documents:
+        assert (batch["labels"] == -100).equal(batch["position_ids"] == 0)
+        assert type(batch["max_length_q"]) is int and batch["cu_seq_lens_q"][-1] == 128
+    elif side == "liger":
+        assert batch["cu_seq_lens_q"].tolist() == [0, 64, 128] and batch["max_length_q"] == 64
     else:
-        assert set(one) == {"input_ids", "labels"}
+        assert set(batch) == {"input_ids", "labels"}
+
+
+def test_settings_say_what_a_peer_does() -> None:
+    found = Setting.parsed("layers+host+fp32")
+    assert found == Setting(checkpointing="layers", offload=True, adapters="fp32")
+    assert Setting.parsed("unsloth+tiled_mlp").tiled_mlp
+    with pytest.raises(ValueError, match="disk is none of"):
+        Setting.parsed("layers+disk")
+    model = PEERS["compile"].load(replace(TINY, lora=0), found, Path())
+    everyday_peers.cast_trained(model, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 PAIRS = replace(TINY, task="dpo", lora=2, rows=1)
@@ -190,7 +204,7 @@ def test_our_rows_are_packed_with_whole_pairs_of_any_length() -> None:
 
 
 def test_our_pairs_are_counted_over_one_epoch() -> None:
-    (row,) = measured(job("custom", VARIED, timed=None))
+    row = measured(job("custom", VARIED, timed=None))
     assert row["status"] == "ok" and row["pairs"] == 6, row
     assert row["steps"] == len(everyday_peers.packed_pairs(VARIED))
     assert row["pairs_per_s"] > 0 and "tokens_per_s" not in row
@@ -199,7 +213,7 @@ def test_our_pairs_are_counted_over_one_epoch() -> None:
 def test_very_long_steps_end_with_the_timed_one(monkeypatch) -> None:
     """Nothing is profiled after them, so that the trainer's end is the last step's."""
     monkeypatch.setattr(everyday_bench, "VERY_LONG_TOKENS", 1)
-    (row,) = measured(job("custom", PAIRS, timed=1))
+    row = measured(job("custom", PAIRS, timed=1))
     assert row["status"] == "ok" and row["steps"] == 1 and row["step_s"] > 0, row
 
 
@@ -216,7 +230,7 @@ def test_pairs_are_timed_in_trl(case, steps, pairs, monkeypatch) -> None:
 
     monkeypatch.setattr(everyday_peers, "time_trainer", timed)
     timed_steps = None if case.peer_pairs else 1
-    (row,) = measured(job("trl", case, checkpointings=["layers"], timed=timed_steps))
+    row = measured(job("trl", case, "layers", timed=timed_steps))
     assert row["status"] == "ok" and row["bwd_s"] > 0, row
     assert (row["steps"], row["pairs"]) == (steps, pairs)
     (trainer,) = trainers
@@ -261,25 +275,28 @@ def unsloth(monkeypatch) -> list[Any]:
 
 
 def test_unsloth_reads_weights_and_keeps_its_own_or_all(unsloth, tmp_path: Path) -> None:
-    peer = Peer(load=unsloth_peer.load, settle=unsloth_peer.settle, autocast=True)
+    peer = Peer(load=unsloth_peer.load, autocast=True)
     case = replace(TINY, lora=2, quantize="nf4")
-    for chosen in (case, replace(case, lora=0, quantize="none")):
-        whole = job("unsloth", chosen, models=str(tmp_path))
-        (made,) = measured(replace(whole, side="weights"))
-        assert made == {"status": "ok"} and whole.weights.parent == tmp_path
-        rows = measured(whole, {"unsloth": peer})
-        assert [row["status"] for row in rows] == ["ok", "ok"], rows
-        assert [row["checkpointing"] for row in rows] == ["unsloth", "none"]
-    four, adapters, *modes = unsloth[:4]
+    for chosen, setting in (
+        (case, "unsloth+tiled_mlp+fp32"),
+        (replace(case, lora=0, quantize="none"), "none"),
+    ):
+        whole = job("unsloth", chosen, setting, models=str(tmp_path))
+        assert measured(replace(whole, side="weights")) == {"status": "ok"}
+        assert whole.weights == tmp_path / "tiny-2"
+        row = measured(whole, {"unsloth": peer})
+        assert row["status"] == "ok" and everyday_bench.setting_of(row) == setting, row
+    four, adapters, kept, whole_model, none = unsloth
     assert four["load_in_4bit"] and not four["full_finetuning"] and four["max_seq_length"] == 48
     assert adapters["r"] == 2 and len(adapters["target_modules"]) == 7
-    assert modes == ["unsloth", False] and unsloth[4]["full_finetuning"]
+    assert (kept, none) == ("unsloth", False) and whole_model["full_finetuning"]
+    assert four["unsloth_tiled_mlp"] and not whole_model["unsloth_tiled_mlp"]
 
 
 def test_mfu_counts_what_a_step_computes(monkeypatch) -> None:
     """6 N T and attention's 6 H d T^2 a layer, of a card of 1 TFLOP/s."""
     monkeypatch.setattr("longctx.run.metrics.device_peak_flops", lambda device: 1e12)
-    model = PEERS["compile"].load(TINY, Path())
+    model = PEERS["compile"].load(TINY, Setting(checkpointing="none"), Path())
     numel = sum(p.numel() for p in model.parameters())
     flops = 2 * (6 * numel * 48 + 6 * 2 * 128 * 48**2)
     assert everyday_bench.mfu_of(TINY, 1, model, 0.5) == pytest.approx(flops / 0.5 / 1e12)
@@ -290,48 +307,46 @@ def test_mfu_counts_what_a_step_computes(monkeypatch) -> None:
 # --- failures --------------------------------------------------------------------------------
 
 
-def test_a_case_that_fails_is_a_row_and_the_next_one_runs(monkeypatch) -> None:
-    def measure(peer: Any, model: Any, case: Case, kept: str, clock: Any, folder: Path) -> None:
-        if kept != "layers":
-            raise RuntimeError("CUDA out of memory" if kept == "none" else "no such kernel\nline")
-        real(peer, model, case, kept, clock, folder)
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (RuntimeError("CUDA out of memory"), "oom", "RuntimeError: CUDA out of memory"),
+        (RuntimeError("no such kernel\nline"), "failed", "RuntimeError: no such kernel"),
+        (OSError("no weights"), "failed", "OSError: no weights"),
+    ],
+)
+def test_a_case_that_fails_is_a_row(error, status, reason) -> None:
+    def load(case: Case, setting: Setting, folder: Path) -> Any:
+        raise error
 
-    real = everyday_peers.measure_peer
-    monkeypatch.setattr(everyday_bench, "measure_peer", measure)
-    rows = {row["checkpointing"]: row for row in measured(job("liger", TINY))}
-    assert [rows[k]["status"] for k in ("selective", "none", "layers")] == ["failed", "oom", "ok"]
-    assert rows["selective"]["reason"] == "RuntimeError: no such kernel"
-
-    def load(case: Case, folder: Path) -> Any:
-        raise OSError("no weights")
-
-    rows = measured(job("liger", TINY), {"liger": replace(PEERS["liger"], load=load)})
-    assert [row["reason"] for row in rows] == ["OSError: no weights"] * 3
+    row = measured(job("liger", TINY, "layers"), {"liger": Peer(load=load)})
+    assert (row["status"], row["reason"], row["checkpointing"]) == (status, reason, "layers")
 
 
-def test_what_a_process_did_not_measure_has_a_row(monkeypatch, tmp_path: Path) -> None:
-    """A late one's rows count, and Unsloth does not start without weights."""
+def test_a_process_that_measures_nothing_has_a_row(monkeypatch, tmp_path: Path) -> None:
+    """Unsloth does not start without weights."""
     commands: list[list[str]] = []
+    printed: list[Any] = []
 
     def lines(command: list[str], limit_s: float) -> tuple[list[Any], str]:
         commands.append(command)
-        if "weights" in command[-1]:
-            return [], "exit code 1"
-        return [[{"case": "tiny:48", "checkpointing": "none", "status": "ok"}]], "late"
+        return printed, "exit code 1"
 
     monkeypatch.setattr(everyday_bench, "child_lines", lines)
-    rows = everyday_bench.run_job(job("liger", TINY), None, 9)
-    assert [(r["checkpointing"], r["status"], r.get("reason")) for r in rows] == [
-        ("none", "ok", None),
-        ("selective", "failed", "late"),
-        ("layers", "failed", "late"),
-    ]
-    peer = job("unsloth", TINY, models=str(tmp_path))
-    rows = everyday_bench.run_job(peer, "env.sh", 9)
-    assert {row["reason"] for row in rows} == {"no weights: exit code 1"} and len(rows) == 2
+    row = everyday_bench.run_job(job("liger", TINY, "layers"), None, 9)
+    assert (row["checkpointing"], row["status"], row["reason"]) == (
+        "layers",
+        "failed",
+        "exit code 1",
+    )
+    peer = job("unsloth", TINY, "none", models=str(tmp_path))
+    row = everyday_bench.run_job(peer, "env.sh", 9)
+    assert row["reason"] == "no weights: exit code 1" and row["side"] == "unsloth"
+    assert len(commands) == 2
     peer.weights.mkdir()
     (peer.weights / "tokenizer.json").touch()
-    everyday_bench.run_job(peer, "env.sh", 9)
+    printed.append([{"status": "ok"}])
+    assert everyday_bench.run_job(peer, "env.sh", 9) == {"status": "ok"}
     assert commands[-1][:4] == ["bash", "-c", '. "$0" && exec "$@"', "env.sh"]
     assert Path(commands[-1][-2]).samefile(unsloth_peer.__file__)
     assert Job.parsed(commands[-1][-1]) == peer
@@ -352,16 +367,25 @@ def test_words_select_cases_and_sides(capsys) -> None:
         everyday_bench.main(["--list", *words])
         return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
-    assert listed("--case", "qlora:2048@8,qlora:1024,qlora:2048", "--side", "custom,unsloth") == [
+    words = ("--case", "qlora:2048@8,qlora:1024,qlora:2048", "--side", "custom,unsloth")
+    assert listed(*words, "--setting", "unsloth+fp32") == [
         "custom qlora:1024",
         "custom qlora:2048",
         "custom qlora:2048@8",
-        "unsloth qlora:1024 qlora:2048",
+        "unsloth qlora:1024 unsloth+fp32",
+        "unsloth qlora:2048 unsloth+fp32",
     ]
-    assert listed("--case", "dpo", "--side", "trl,compile") == ["trl dpo:2048", "trl dpo:2048"]
+    assert listed("--case", "dpo", "--side", "trl,compile") == [
+        "trl dpo:2048 none",
+        "trl dpo:2048 layers",
+    ]
+    whole = listed("--case", "documents", "--side", "unsloth")
+    assert [line.split()[-1] for line in whole] == ["unsloth", "none", "unsloth+tiled_mlp"]
+    longest = listed("--case", "longest:262144@79", "--side", "liger", "--setting", "layers+host")
+    assert longest == ["liger longest:262144@79 layers+host"]
     texts = [case.text for case in everyday_bench.CASES]
     assert len(texts) == len(set(texts)) and len(listed()) > len(texts)
-    for word, known in (("--case", "qlora:77"), ("--side", "ours")):
+    for word, known in (("--case", "qlora:77"), ("--side", "ours"), ("--setting", "none+disk")):
         with pytest.raises(SystemExit):
             everyday_bench.main([word, known])
         assert "is none of" in capsys.readouterr().err
@@ -371,15 +395,9 @@ def test_the_command_writes_rows_and_prints_a_table(monkeypatch, tmp_path, capsy
     def lines(command: list[str], limit_s: float) -> tuple[list[Any], str]:
         """The child, in this process."""
         done = Job.parsed(command[-1])
-        small = replace(
-            done,
-            cases=[
-                replace(case, preset="tiny", layers=1, tokens=48, lora=0, quantize="none")
-                for case in done.cases
-            ],
-        )
-        rows = measured(small)
-        return [[{**row, "case": done.cases[0].text}] for row in rows], "exit code 0"
+        small = dict(preset="tiny", layers=1, tokens=48, lora=0, quantize="none")
+        row = measured(replace(done, case=replace(done.case, **small)))
+        return [[{**row, "case": done.case.text}]], "exit code 0"
 
     monkeypatch.setenv("LONGCTX_COMMIT", "a" * 40)
     monkeypatch.setattr(everyday_bench, "child_lines", lines)
@@ -390,5 +408,5 @@ def test_the_command_writes_rows_and_prints_a_table(monkeypatch, tmp_path, capsy
     (row,) = read_rows(output)
     assert (row["case"], row["side"], row["status"]) == ("qlora:2048", "custom", "ok")
     table = capsys.readouterr().out.splitlines()[-2:]
-    assert table[0].split()[:4] == ["case", "side", "keeps", "step_s"]
+    assert table[0].split()[:4] == ["case", "side", "setting", "step_s"]
     assert f"{row['step_s']:.3f}" in table[1]
