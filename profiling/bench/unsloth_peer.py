@@ -12,6 +12,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,10 +53,29 @@ def load(case: Any, setting: Any, folder: Path) -> Any:
             random_state=0,
         )
         cast_trained(model, torch.float32 if setting.adapters == "fp32" else torch.bfloat16)
+        if setting.tiled_mlp:
+            spare_inputs(model)
     model._unsloth_gradient_checkpointing = kept  # which its trainers go by
     loader = FastLanguageModel if case.lora else FastModel
     loader.for_training(model, use_gradient_checkpointing=kept)
     return model.train()
+
+
+def spare_inputs(model: Any) -> None:
+    """Has the fused MLPs of a tiled model leave their inputs alone. By default their backward
+    writes the input's gradient over the input, which is a view of the whole row in a tile: autograd
+    refuses that (2026.10.9)."""
+    for module in model.modules():
+        fused = vars(module).get("_unsloth_forward")
+        if isinstance(fused, MethodType):
+            module._unsloth_forward = MethodType(_in_a_new_place(fused.__func__), module)
+
+
+def _in_a_new_place(fused: Any) -> Any:
+    def forward(module: Any, x: Any) -> Any:
+        return fused(module, x, inplace=False)
+
+    return forward
 
 
 def versions() -> dict[str, str]:

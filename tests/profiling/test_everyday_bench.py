@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -291,6 +291,17 @@ def test_unsloth_reads_weights_and_keeps_its_own_or_all(unsloth, tmp_path: Path)
     assert adapters["r"] == 2 and len(adapters["target_modules"]) == 7
     assert (kept, none) == ("unsloth", False) and whole_model["full_finetuning"]
     assert four["unsloth_tiled_mlp"] and not whole_model["unsloth_tiled_mlp"]
+
+
+def test_tiles_of_unsloth_keep_their_inputs() -> None:
+    def fused(module: torch.nn.Module, x: str, inplace: bool = True) -> Any:
+        return module, x, inplace
+
+    model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())
+    model[1]._unsloth_forward = MethodType(fused, model[1])
+    unsloth_peer.spare_inputs(model)
+    bound = model[1]._unsloth_forward.__get__(model[1], type(model[1]))  # as Unsloth calls it
+    assert bound("x") == (model[1], "x", False)
 
 
 def test_mfu_counts_what_a_step_computes(monkeypatch) -> None:
