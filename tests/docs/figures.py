@@ -15,7 +15,7 @@ what a link cannot:
     <!-- rows: h200_loss; ratio fwd_bwd_ms -->          shares and ratios are of two rows' values
 
 A comment in a paragraph of its own is of the next block, one within a sentence or a table's line
-of that. `-` stands for any value, `absent` for a key that a row does not have.
+of that. `-` stands for any value, `absent` for a key that a row does not have, `1|60` for either.
 """
 
 from __future__ import annotations
@@ -138,11 +138,11 @@ def plain(text: str) -> str:
     return NAMED.sub("", text.replace("**", ""))
 
 
-def figures_in(text: str, unit: str | None = None) -> tuple[Figure, ...]:
-    """Numbers with a unit, also those of a list that ends in one. Of a table's cell, whose header
-    has `unit` or "", those without one too: decimals; below a unit, in brackets and beside
-    decimals also whole numbers that no word follows."""
-    return tuple(figure for figure, _ in _read(text, unit))
+def figures_in(text: str, unit: str | None = None, cell: bool = True) -> tuple[Figure, ...]:
+    """Numbers with a unit, also those of a list that ends in one. Where the place has a source,
+    `unit` is that of a table's header or "": then decimals are figures without one, too. In a cell
+    so are whole numbers below a unit and, if no word follows, in brackets or beside decimals."""
+    return tuple(figure for figure, _ in _read(text, unit, cell))
 
 
 def settings_in(text: str, unit: str | None = None) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ def settings_in(text: str, unit: str | None = None) -> tuple[int, ...]:
     return tuple(value for value in values if value >= 1000)
 
 
-def _read(text: str, unit: str | None) -> list[tuple[Figure, int]]:
+def _read(text: str, unit: str | None, cell: bool = True) -> list[tuple[Figure, int]]:
     """The figures of a text, and where in its plain form they begin."""
     text = plain(text)
     found = {}
@@ -166,7 +166,7 @@ def _read(text: str, unit: str | None) -> list[tuple[Figure, int]]:
         figure = Figure(number[0].rstrip(","), unit or "")
         word = re.match(r"\s*[A-Za-z]", text[number.end() :])
         bracket = text[: number.start()].endswith("(")
-        whole = not word and (unit or bracket or decimals)
+        whole = cell and (unit or (not word and (bracket or decimals)))
         if number.start() not in found and ("." in figure.text or whole):
             found[number.start()] = figure
     return [(found[at], at) for at in sorted(found)]
@@ -207,9 +207,10 @@ def of_prose(page: str, text: str, source: Source) -> Iterator[Place]:
     for item in re.split(r"\n(?=\s*(?:- |\d+\. ))", text):
         item = MARK.sub(lambda mark: mark[0].replace(" ", "\xa0"), re.sub(r"\s+", " ", item))
         for sentence in re.split(r"(?:(?<=[.:])|(?<=-->)) (?=[A-Z`(\[*\d])", item):
-            if figures := figures_in(sentence):
+            of_it = source_of(sentence, source)
+            if figures := figures_in(sentence, "" if of_it.files else None, cell=False):
                 settings = settings_in(sentence) or settings_in(item)
-                yield Place(page, sentence, figures, source_of(sentence, source), settings)
+                yield Place(page, sentence, figures, of_it, settings)
 
 
 def of_table(page: str, text: str, source: Source) -> Iterator[Place]:

@@ -95,7 +95,8 @@ def _row(found: dict[str, Any], reserved: bool) -> Row:
             if planned := found.get(f"{plan}_{name}"):
                 numbers.append((f"{plan}_{name}_off", abs(planned / found[f"measured_{name}"] - 1)))
     whole = {int(value) for _, value in numbers if value == int(value)}
-    whole.update(map(int, re.findall(r"\d{4,}", found.get("cell", ""))))  # lengths in its name
+    names = f"{found.get('cell')} {found.get('rows')}"  # which say lengths in words
+    whole.update(map(int, re.findall(r"\d{4,}", names)))
     return Row({key: str(value) for key, value in found.items()}, tuple(numbers), frozenset(whole))
 
 
@@ -113,7 +114,7 @@ def rows_among(source: Source, settings: Iterable[int], reserved: bool) -> list[
     """The rows that a source names, without those of other lengths where some have these."""
     found = [row for name in source.files for row in rows_of(name, reserved)]
     for key, value in source.where:
-        found = [row for row in found if row.words.get(key, "absent") == value]
+        found = [row for row in found if row.words.get(key, "absent") in value.split("|")]
     found = [row for row in found if any(n in row.whole for n in settings)] or found
     return [_only(row, source.value) if source.value else row for row in found]
 

@@ -13,6 +13,8 @@ from figures import MARK, Place, comments_of, places, read_mark
 from held import RESULTS
 from paths import ROOT
 
+from profiling.front import behind
+
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
@@ -83,6 +85,26 @@ def test_the_smokes_are_those_of_their_files() -> None:
         file = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         outcomes = [row["outcome"] for row in file["rows"]]
         assert outcomes == ["passed"] * int(count) and file["commit"].startswith(commit), name
+
+
+def test_peers_are_faster_where_the_page_says_so() -> None:
+    """The sentences of docs/results.md below its first table."""
+    file = json.loads((RESULTS / "h200_front.json").read_text(encoding="utf-8"))
+    assert behind(file["rows"]) == file["behind"] == []
+    ran = [row for row in file["rows"] if row["status"] == "ok"]
+    ours = [row for row in ran if row["class_type"] == "custom"]
+    ahead, below = [], {}
+    for peer in (row for row in ran if row["class_type"] != "custom"):
+        where = (peer["model"], peer["rows"])
+        points = [row for row in ours if (row["model"], row["rows"]) == where]
+        within = [row["s"] for row in points if row["peak_gib"] <= peer["peak_gib"]]
+        if within and min(within) >= peer["s"]:
+            ahead.append((*where, peer["checkpointing"]))
+        gap = min(row["peak_gib"] for row in points) - peer["peak_gib"]
+        below[where] = max(gap, below.get(where, 0.0))
+    assert ahead == [("4 layers of Llama-3.1-8B", "8192 tokens", "none")]
+    assert round(below.pop(("Llama-3.2-1B", "8192 tokens")), 1) == 2.4
+    assert round(max(below.values()), 1) == 0.4
 
 
 TABLE = "<!-- rows: h200_loss; down impl=longctx,liger -->\n\n| | a step |\n|---|---|"
