@@ -1,9 +1,9 @@
 """What figures a page shows: numbers with a unit, in the places where they stand together (a cell
 or a line of a table, a sentence), and what the page says of each place's source.
 
-A place's source is the results files that its own line or sentence links to, else its paragraph's
-(a table's: the paragraph before it), else its section's. A comment, which readers do not see, says
-what a link cannot:
+A place's source is the results files that its own line or sentence links to, else its paragraph's.
+A table's are those of the paragraph before it, else after it. A comment, which readers do not see,
+says what a link cannot:
 
     <!-- planned -->                           a kind of `KINDS`: no row has these figures
     <!-- planned: 36.7, 115 -->                these figures alone have no row
@@ -189,18 +189,20 @@ def places(page: str, text: str) -> Iterator[Place]:
     text = re.sub(r"^( *)```.*?^\1```", "", text, flags=re.M | re.S)
     text = re.sub(r"(?<=\n\n)(?:    .*\n)+", "", text)
     for section in re.split(r"^(?=#+ )", text, flags=re.M):
-        of_section = Source(files_in(section))
-        marks, before = "", ""
-        for block in re.split(r"\n\s*\n", section):
-            if not MARK.sub("", block).strip():
+        blocks = re.split(r"\n\s*\n", section)
+        shown = [block for block in blocks if MARK.sub("", block).strip()]
+        marks = ""
+        for block in blocks:
+            if block not in shown:
                 marks += block
                 continue
+            at = shown.index(block)
             table = block.lstrip().startswith("|")
-            files = files_in(before if table else block)
-            source = source_of(marks, replace(of_section, files=files) if files else of_section)
+            near = [shown[at - 1] if at else "", *shown[at + 1 : at + 2]] if table else [block]
+            source = source_of(marks, Source(next(filter(None, map(files_in, near)), ())))
             if not block.startswith("#"):
                 yield from (of_table if table else of_prose)(page, block.strip(), source)
-            marks, before = "", block
+            marks = ""
 
 
 def of_prose(page: str, text: str, source: Source) -> Iterator[Place]:
