@@ -47,6 +47,8 @@ class Place:
     """Lengths of rows that stand beside them."""
     beside: tuple[Figure, ...] = ()
     """Figures, as the others of a table's line, of which a share or a ratio may be made."""
+    of_one_row: bool = False
+    """Whether one row has to hold all of them."""
 
     def measured(self) -> list[Figure]:
         """The figures that a row has to hold."""
@@ -64,7 +66,11 @@ class Place:
         return rows_among(self.source, self.settings, "reserved" in self.text)
 
     def missing(self) -> list[Figure]:
-        return missing(self.measured(), self.rows())
+        """The figures that no row holds, or not together where a table has them as one row's."""
+        figures, rows = self.measured(), self.rows()
+        if self.of_one_row and len(figures) > 1:
+            return [] if one_row(figures, rows) else figures
+        return missing(figures, rows)
 
 
 # --- marks and links -------------------------------------------------------------------------
@@ -141,7 +147,8 @@ def plain(text: str) -> str:
 def figures_in(text: str, unit: str | None = None, cell: bool = True) -> tuple[Figure, ...]:
     """Numbers with a unit, also those of a list that ends in one. Where the place has a source,
     `unit` is that of a table's header or "": then decimals are figures without one, too. In a cell
-    so are whole numbers below a unit and, if no word follows, in brackets or beside decimals."""
+    so are whole numbers below a unit and, if no word follows, in brackets or beside decimals; in
+    brackets they have the unit GiB, if another figure there has it."""
     return tuple(figure for figure, _ in _read(text, unit, cell))
 
 
@@ -166,6 +173,8 @@ def _read(text: str, unit: str | None, cell: bool = True) -> list[tuple[Figure, 
         figure = Figure(number[0].rstrip(","), unit or "")
         word = re.match(r"\s*[A-Za-z]", text[number.end() :])
         bracket = text[: number.start()].endswith("(")
+        if bracket and "GiB" in text:  # as the host's beside the GPU's
+            figure = replace(figure, unit="GiB")
         whole = cell and (unit or (not word and (bracket or decimals)))
         if number.start() not in found and ("." in figure.text or whole):
             found[number.start()] = figure
@@ -246,10 +255,12 @@ def of_line_and_cells(
     for column in range(1, len(cells)):
         settings = settings_in(heads[column]) or lengths[column] or label
         of_cell = narrowed(source, source.across, column, len(heads))
-        text = f"{heads[column]} | {cells[0]} | {cells[column]}"
-        figures = (*shown[0], *shown[column]) if shown[column] else ()
-        parts.append(Place(page, text, figures, of_cell, settings, together))
-    return Place(page, f"{head} | {line}", together, source, label), parts
+        for part in cells[column].split("; "):
+            own = figures_in(part, units[column])
+            figures = (*shown[0], *own) if own else ()
+            text = f"{heads[column]} | {cells[0]} | {part}"
+            parts.append(Place(page, text, figures, of_cell, settings, together, True))
+    return Place(page, f"{head} | {line}", together, source, label, (), not source.together), parts
 
 
 def cells_of(line: str) -> list[str]:
