@@ -3,8 +3,8 @@
     PYTHONPATH=. python docs/draw_front.py
 
 Left, QLoRA of one row, by its length, from the rows of one machine in
-profiling/results/h100_everyday.json: a bar is the fastest of a side's settings that fit. Right,
-steps of 131072 tokens on one H200, from h200_lora_peers.json and h200_dpo_pair.json.
+profiling/results/h100_everyday.json: a bar is the fastest of a side's settings that fit, with its
+peak memory. Right, steps of 131072 tokens on H200s, from h200_claims.json and h200_dpo_pair.json.
 """
 
 from __future__ import annotations
@@ -28,70 +28,78 @@ def rows_of(name: str) -> list[Row]:
     return found
 
 
-def fastest(side: str) -> list[float]:
-    """Returns the tokens per second of a side's fastest settings, for each of LENGTHS."""
+def fastest(side: str) -> list[Row]:
+    """Returns the row of a side's fastest settings, for each of LENGTHS."""
     rows = [row for row in rows_of("h100_everyday") if row["of_commit"] == ONE_MACHINE]
     return [
-        max(
-            length / row["step_s"]
-            for row in rows
-            if row["case"] == f"qlora:{length}" and row["side"] == side and row["status"] == "ok"
+        min(
+            (
+                row
+                for row in rows
+                if row["case"] == f"qlora:{length}"
+                and row["side"] == side
+                and row["status"] == "ok"
+            ),
+            key=lambda row: row["step_s"],
         )
         for length in LENGTHS
     ]
 
 
 def at_length() -> list[tuple[str, list[tuple[str, Row]]]]:
-    """Returns pairs of rows, ours and the peer's, by what is trained."""
-    lora, dpo = rows_of("h200_lora_peers"), rows_of("h200_dpo_pair")
+    """Returns rows, ours first and then those of peers, by what is trained."""
 
-    def of(rows: list[Row], kind: str, **fields: Any) -> Row:
-        return next(
-            row
-            for row in rows
-            if row["class_type"] == kind
-            and row["status"] == "ok"
-            and all(row.get(name) == value for name, value in fields.items())
-        )
+    def of(rows: list[Row], **fields: Any) -> Row:
+        ran = (row for row in rows if row["status"] == "ok")
+        return next(row for row in ran if all(row.get(k) == v for k, v in fields.items()))
 
-    def pair(quantize: str | None) -> list[tuple[str, Row]]:
-        ours, peer = (of(lora, kind, quantize=quantize) for kind in ("custom", "liger"))
-        return [("longctx", ours), ("PEFT + Liger", peer)]
-
-    of_trl = [("longctx", of(dpo, "custom")), ("TRL", of(dpo, "trl"))]
-    return [("QLoRA", pair("nf4")), ("LoRA", pair(None)), ("DPO pair,\nLoRA", of_trl)]
+    claims, dpo = rows_of("h200_claims"), rows_of("h200_dpo_pair")
+    qlora = [
+        ("longctx", of(claims, case="qlora:131072@12")),
+        ("PEFT + Liger, fastest", of(claims, side="liger", checkpointing="selective")),
+        ("PEFT + Liger, least memory", of(claims, case="qlora:131072", checkpointing="layers")),
+        ("Unsloth", of(claims, case="qlora:131072", side="unsloth")),
+    ]
+    of_trl = [("longctx", of(dpo, class_type="custom")), ("TRL", of(dpo, class_type="trl"))]
+    return [("QLoRA", qlora), ("DPO pair,\nLoRA", of_trl)]
 
 
 def draw_short(axes: Any) -> None:
-    """Draws tokens per second by the length of a row, a pair of bars each."""
+    """Draws tokens per second by the length of a row, a pair of bars each, with peak memory."""
     for i, side in enumerate((("custom", "longctx", CUSTOM), ("unsloth", "Unsloth", RED))):
         kind, name, colour = side
-        at, rates = [x + 0.4 * (i - 0.5) for x in range(len(LENGTHS))], fastest(kind)
+        at, rows = [x + 0.4 * (i - 0.5) for x in range(len(LENGTHS))], fastest(kind)
+        rates = [length / row["step_s"] for length, row in zip(LENGTHS, rows, strict=True)]
         bars = axes.bar(at, rates, 0.38, color=colour, label=name)
-        axes.bar_label(bars, [f"{rate / 1000:.1f}" for rate in rates], padding=2, fontsize=8)
+        said = [
+            f"{r / 1000:.1f}\n{row['peak_gib']:.0f} G" for r, row in zip(rates, rows, strict=True)
+        ]
+        axes.bar_label(bars, said, padding=2, fontsize=7)
     axes.set_xticks(range(len(LENGTHS)), [str(n) for n in LENGTHS])
     axes.set_yticks([0, 5000, 10000, 15000], ["0", "5", "10", "15"])
-    axes.set(xlabel="tokens of a row", ylabel="tokens per second, thousands", ylim=(0, 17500))
-    axes.set_title("QLoRA, one H100", fontsize=10)
+    axes.set(xlabel="tokens of a row", ylabel="tokens per second, thousands", ylim=(0, 19500))
+    axes.set_title("QLoRA of Llama-3.1-8B, one H100 (G: peak GiB)", fontsize=10)
     axes.legend(frameon=False, loc="upper left", ncols=2, fontsize=9)
 
 
 def draw_long(axes: Any) -> None:
-    """Draws seconds of a step, with its memory in words, a pair of bars for each kind of run."""
-    ticks = []
-    for i, (what, pair) in enumerate(reversed(at_length())):
-        for j, (name, row) in enumerate(reversed(pair)):
-            y = 2.5 * i + j
+    """Draws seconds of a step, with its memory in words, bars for each kind of run."""
+    ticks, y = [], 0.0
+    for what, bars in reversed(at_length()):
+        first = y
+        for name, row in reversed(bars):
             axes.barh(y, row["step_s"], 0.9, color=CUSTOM if name == "longctx" else RED)
             said = f"{row['step_s']:.1f} s, {row['peak_gib']:.0f} GiB of the GPU"
             if row.get("host_gib"):
                 said += f", {row['host_gib']:.0f} of the host"
             axes.text(row["step_s"] + 1, y, said, va="center", fontsize=8)
             ticks.append((y, name))
-        axes.text(-33, 2.5 * i + 0.5, what, va="center", ha="right", fontsize=9)
+            y += 1
+        axes.text(-78, (first + y - 1) / 2, what, va="center", ha="right", fontsize=9)
+        y += 0.5
     axes.set_yticks([y for y, _ in ticks], [name for _, name in ticks], fontsize=8)
-    axes.set(xlabel="seconds of a step", xlim=(0, 155))
-    axes.set_title("131072 tokens, one H200", fontsize=10)
+    axes.set(xlabel="seconds of a step", xlim=(0, 175))
+    axes.set_title("131072 tokens, Llama-3.1-8B, H200", fontsize=10)
 
 
 def main() -> None:
