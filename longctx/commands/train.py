@@ -229,6 +229,7 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
             one_document=one_document,
             held_out=held_out,
             sight=None if eyes is None else eyes.sight(),
+            config=config,
         )
 
     with args.main_process_first(desc="data"):

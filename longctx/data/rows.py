@@ -28,7 +28,7 @@ import torch
 from datasets import Dataset, IterableDataset, List, Value
 from datasets.utils import tqdm
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from longctx.data.chat.rendering import lines_of
 from longctx.data.pack.cache import (
@@ -54,6 +54,7 @@ from longctx.data.pack.packing_groups import (
 from longctx.data.reading.files import file_of, find_files, stdlib_files
 from longctx.data.reading.groups import READERS, Rows
 from longctx.data.reading.kinds import LINE_SUFFIXES, record_suffix
+from longctx.data.reading.media import PICTURES
 from longctx.data.reading.picture_sources import (
     DATA_URL,
     Source,
@@ -61,11 +62,11 @@ from longctx.data.reading.picture_sources import (
     source_named,
     undecoded,
 )
-from longctx.data.reading.places import COLUMNS
 from longctx.data.reading.records import FORMATS, WITH_PICTURES, Document
 from longctx.data.reading.sources import check_dataset_name, load_records, read_documents
 from longctx.data.stream import stream_rows
 from longctx.data.text.encoding import check_vocabulary, pad_token_id
+from longctx.data.text.remarks import media_line, unread_lines
 from longctx.data.text.tokens import (
     DOCUMENT_FEATURES,
     Reader,
@@ -105,6 +106,7 @@ def build_dataset(
     one_document: bool = False,
     held_out: bool = False,
     sight: Sight | None = None,
+    config: PretrainedConfig | None = None,
 ) -> Dataset | IterableDataset:
     """Packed rows from `files`, else from --dataset_name, else from the standard library. With
     --eval_share they are those of the share that is `held_out`, or of the other documents.
@@ -114,7 +116,8 @@ def build_dataset(
     prompts with their answers and say which is which (packing_groups.py); `mismatched` gives each
     answer another prompt's beside it. With `one_document` rows of text are not packed: each holds
     one document and has its length, a stream's `seq_len`. With `sight` records may name pictures,
-    whose tokens are in the rows; `pictures_of` finds them again. The same arguments give the same
+    whose tokens are in the rows; `pictures_of` finds them again. `config` is the model's, which may
+    name tokens of media. The same arguments give the same
     rows in the same order.
     Prints one summary line. Raises UserError for bad sources, a record that cannot be trained on,
     and a token id of `vocab_size` or more.
@@ -127,15 +130,16 @@ def build_dataset(
         if isinstance(loaded, IterableDataset):
             return stream_rows(
                 args,
-                loaded,
+                undecoded(loaded),
                 tokenizer,
                 seq_len=seq_len,
                 vocab_size=vocab_size,
                 seed=seed,
                 one_document=one_document,
+                config=config,
             )
         identity = [*dataset_identity(loaded), *_limit(args), *_beside_text(rows)]
-        records = loaded
+        records = loaded = undecoded(loaded)
         if args.max_samples:
             records = loaded.select(range(min(args.max_samples, len(loaded))))
     else:
@@ -147,9 +151,8 @@ def build_dataset(
     if sight is not None:
         if records is None:
             records = _documents(args, paths, rows=rows, sees=True)
-        records = undecoded(records)
         shown = {*WITH_PICTURES} & kinds_of(records, rows)
-        if shown or {*COLUMNS} & {*records.column_names}:
+        if shown or {*PICTURES} & {*records.column_names}:
             pictures = sight.read()
             identity += [pictures.identity(), *_picture_files(records, dataset_name)]
             one_document = one_document or (rows == "text" and sight.one_document)
@@ -212,7 +215,11 @@ def build_dataset(
                 mismatched=mismatched,
             )
             packed = write_arrow(rows_path, GROUP_ROW_FEATURES, packing)
+        namer = _namer(records, dataset_name)
         said = lines_of(kinds_of(records, rows), tokenizer)
+        reader = Reader(records.features, dataset_name, rows, sees=sight is not None)
+        said += [*unread_lines(records, reader, namer)]
+        said += media_line(tokens, tokenizer, config, pictures, namer)
         report = {"stats": asdict(stats), "replaced_bytes": replaced, "said": said}
         write_text(report_path, json.dumps(report))
 

@@ -163,5 +163,23 @@ def test_a_column_of_images_without_a_conversation(model_of, tmp_path) -> None:
     found = datasets.Dataset.from_list([{"image": str(tmp_path / "red.png"), "text": "red"}])
     found.cast_column("image", datasets.Image()).save_to_disk(tmp_path / "dataset")
     read = small.Read(model_of("llava"), tmp_path, dataset_name=str(tmp_path / "dataset"))
-    with pytest.raises(UserError, match="row 0: expected `messages` or `conversations` beside"):
+    with pytest.raises(UserError, match="row 0: pictures stand in conversations: write `messages`"):
         read.rows()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": small.exchange("<image>What?", "A heron.")},
+        {"prompt": "<image>What?", "completion": "A heron."},
+        {"instruction": "What?", "input": "<image>", "output": "A heron."},
+        {"messages": small.exchange("<image>What?", "A heron."), "images": None},
+        {"messages": small.exchange("<image>What?", "A heron."), "image": []},
+    ],
+)
+def test_a_place_without_a_picture_is_refused_beside_others(record, model_of, tmp_path) -> None:
+    read = small.of_file(model_of("qwen3_vl"), tmp_path, [small.asked("red.png"), record])
+    with pytest.raises(UserError, match="jsonl:2 has <image> in its text and no (picture|image)"):
+        read.rows()
+    beside_text = [small.asked("red.png"), {"text": "An <image> of RSS."}]
+    assert len(small.of_file(model_of("qwen3_vl"), tmp_path, beside_text).rows())

@@ -30,6 +30,7 @@ from longctx.data.reading.records import CHAT_ANSWERS, Document
 from longctx.data.text.encoding import (
     check_chat_template,
     check_no_picture,
+    check_places,
     check_vocabulary,
     prompt_ids,
     text_ids,
@@ -62,6 +63,8 @@ def encode_groups(
         for document in documents
     ]
     for document, group in zip(documents, groups, strict=True):
+        if pictures is not None:
+            check_places(document)
         if not all(map(len, group.answers)):
             raise UserError(f"{document.where}: an answer has no token: remove the record")
         for ids in (group.prompt, *group.answers):

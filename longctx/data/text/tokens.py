@@ -27,9 +27,10 @@ from longctx.data.reading.groups import (
     columns_of,
     group_of,
 )
+from longctx.data.reading.media import PICTURES
 from longctx.data.reading.picture_sources import trusted
-from longctx.data.reading.places import COLUMNS, TURNS
 from longctx.data.reading.records import CHAT_ANSWERS, CHATS, Document, as_document
+from longctx.data.reading.turns import TURNS
 from longctx.data.reading.values import read_row
 from longctx.data.text.encoding import encode
 from longctx.data.text.encoding_groups import encode_groups
@@ -45,6 +46,7 @@ DOCUMENT_FEATURES = Features(
         "content": Value("large_string"),  # JSON
         "where": Value("string"),
         "replaced_bytes": Value("int64"),
+        "unread": List(Value("string")),
     }
 )
 TOKEN_FEATURES = Features({"input_ids": List(Value("int32")), "trained": List(Value("bool"))})
@@ -122,11 +124,11 @@ class Reader:
     def __call__(self, record: dict[str, Any], number: int) -> Document | None:
         if self.name is None:
             return Document(**{**record, "content": json.loads(record["content"])})
-        read, folder = read_row(record, self.types), None
+        read, types = read_row(record, self.types), self.types
         if self.sees:
-            types, folder = self.types, folder_of(self.name)
-            read |= {key: trusted(read[key], types[key]) for key in COLUMNS if key in read}
-        return as_document(read, f"{self.name} row {number}", rows=self.rows, pictures=folder)
+            read |= {key: trusted(read[key], types[key]) for key in PICTURES if key in read}
+        where, folder = f"{self.name} row {number}", folder_of(self.name)
+        return as_document(read, where, rows=self.rows, folder=folder, sees=self.sees)
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,9 @@ def kinds_of(records: Dataset, rows: Rows) -> set[str]:
     if set(DOCUMENT_FEATURES) <= columns:
         return set(records.unique("kind"))
     parts = any("image" in str(records.features[name]) for name in {*TURNS} & columns)
-    seen = parts or bool({*COLUMNS} & columns)
+    seen = parts or bool({*PICTURES} & columns)
+    turned = {"messages", "conversations"} & columns
+    answered = {"prompt", "completion"} <= columns or {"instruction", "output"} <= columns
     if rows != "text":
         words = {"prompt", "completion", "chosen", "rejected"} & columns
         turns = any(not isinstance(records.features[key], Value) for key in words)
@@ -174,8 +178,10 @@ def kinds_of(records: Dataset, rows: Rows) -> set[str]:
         if seen:
             return {"answers_with_pictures"}
         return {"chat_answers" if turns or not named else "answers"}
-    if {"messages", "conversations"} & columns:
-        return {"chat_with_pictures" if seen else "chat"}
+    if seen and (turned or answered):
+        return {"chat_with_pictures"}
+    if turned:
+        return {"chat"}
     if {"prompt", "completion"} <= columns:
         turns = not isinstance(records.features["prompt"], Value)
         return {"chat" if turns else "completion"}

@@ -1,0 +1,151 @@
+"""What a picture, a video and a sound look like in a record: by name, by value, and in a text.
+
+    "clip.mp4", "https://.../clip.mp4?t=3"          a file's name, in a column of a medium's name
+    "data:audio/wav;base64,..."                     a file itself, in a column of any name
+    {"bytes": b"...", "path": "a.png"}              as datasets keeps one
+    {"array": [...], "sampling_rate": 16000}        a sound that datasets has decoded
+    "a.png" beside the data, b"\\x89PNG..."          a file that is there, and the bytes of one
+
+unread_media.py says what becomes of columns with media, places.py reads those with pictures.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from longctx.data.reading.kinds import IMAGE_SUFFIXES
+
+Medium = Literal["image", "video", "audio"]
+PICTURES = ("images", "image")
+"""The columns of pictures that are read."""
+COLUMNS: dict[str, Medium] = {
+    "images": "image",
+    "image": "image",
+    "videos": "video",
+    "video": "video",
+    "audios": "audio",
+    "audio": "audio",
+}
+"""A column of a record, or a key of a turn, that trainers of such models read -> its medium."""
+PARTS: dict[str, Medium] = {
+    "image": "image",
+    "image_url": "image",
+    "input_image": "image",
+    "video": "video",
+    "video_url": "video",
+    "input_video": "video",
+    "audio": "audio",
+    "audio_url": "audio",
+    "input_audio": "audio",
+}
+"""The type of a part of a turn, or a key of one without a type -> its medium."""
+CURES: dict[Medium, str] = {
+    "image": "write a conversation with its file in `images`, or leave it out",
+    "video": "give frames of it as pictures, or leave the video out",
+    "audio": "leave the sound out, or give its words as text",
+}
+FILE_NAME = re.compile(r"(.+_)?file_names?")
+"""The columns in which an imagefolder's metadata names files."""
+_SUFFIXES: dict[str, Medium] = {
+    **dict.fromkeys((*IMAGE_SUFFIXES, ".jfif", ".jxl"), "image"),
+    **dict.fromkeys(
+        ".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .wmv .flv .3gp .ogv".split(), "video"
+    ),
+    **dict.fromkeys(
+        ".mp3 .wav .flac .ogg .oga .opus .m4a .aac .wma .aif .aiff .amr".split(), "audio"
+    ),
+}
+_BEGINNINGS: dict[bytes, Medium] = {
+    rb"\x89PNG|\xff\xd8\xff|GIF8[79]a|II\*\0|MM\0\*|BM.{12}\(\0|RIFF....WEBP": "image",
+    rb"....ftyp(hei|mif|avif)": "image",
+    rb"ID3|OggS|fLaC|\xff[\xe3\xf3\xfb]|RIFF....WAVE|FORM....AIF|....ftypM4[AB]": "audio",
+    rb"....ftyp|\x1aE\xdf\xa3|RIFF....AVI |\0\0\x01[\xb3\xba]|FLV\x01": "video",
+}
+"""How a file begins (a regular expression) -> its medium; the first that fits."""
+_DATA_URL = re.compile(r"data:(image|video|audio)[/;]")
+_MOST_CHARS = 4096
+"""The longest path of Linux."""
+
+
+def words_of(medium: Medium) -> re.Pattern[str]:
+    """Returns the words by which texts mark a place: <image>, <|image_pad|>, <image_1>, ..."""
+    return re.compile(rf"<\|?{medium}(_pad|_placeholder|_soft_token|_?\d+)?\|?>", re.IGNORECASE)
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """Yields the strings that a value holds at any depth."""
+    return (one for one in _values(value) if isinstance(one, str))
+
+
+def part_medium(part: Mapping[str, Any]) -> Medium | None:
+    """Returns the medium of a part of a turn; None for a part of text."""
+    kind = part.get("type")
+    if kind is not None:
+        return PARTS.get(kind) if isinstance(kind, str) else None
+    return next((PARTS[key] for key in PARTS if part.get(key) is not None), None)
+
+
+def medium_named(value: Any) -> Medium | None:
+    """Returns the medium of a value in a column of a medium's name; None for a value that looks
+    like no file."""
+    return next((found for one in _values(value) if (found := _medium(one))), None)
+
+
+def medium_held(value: Any, folder: Path | None) -> Medium | None:
+    """Returns the medium of a value in a column of any name: a file that is below `folder` (None:
+    nothing is looked for) or that the value holds. None for all others, such as a link's address
+    or a file's name."""
+    for one in _values(value):
+        medium = _medium(one)
+        if medium is None:
+            continue
+        if not isinstance(one, str) or _DATA_URL.match(one):
+            return medium
+        if folder is not None and os.path.isfile(folder / one):
+            return medium
+    return None
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """Yields what a value holds at any depth; media that datasets keeps in objects are whole."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Mapping) and not _is_file(one):
+            waiting += one.values()
+        elif isinstance(one, (list, tuple)):
+            waiting += one
+        else:
+            yield one
+
+
+def _is_file(value: Mapping[str, Any]) -> bool:
+    keys = {*value}
+    return {"array", "sampling_rate"} <= keys or (bool(keys) and keys <= {"bytes", "path"})
+
+
+def _medium(value: Any) -> Medium | None:
+    if isinstance(value, str):
+        return _of_string(value)
+    if isinstance(value, bytes):
+        found = (m for begin, m in _BEGINNINGS.items() if re.match(rb"(?s)" + begin, value))
+        return next(found, None)
+    if isinstance(value, Mapping):
+        if "array" in value:
+            return "audio"
+        held = _medium(value.get("bytes")) or _medium(value.get("path"))
+        return held or ("image" if isinstance(value.get("bytes"), bytes) else None)
+    return "image" if type(value).__module__.startswith("PIL.") else None
+
+
+def _of_string(value: str) -> Medium | None:
+    if url := _DATA_URL.match(value):
+        return url[1]  # type: ignore[return-value]
+    if len(value) > _MOST_CHARS or "\0" in value:
+        return None
+    name = re.split(r"[?#]", value)[0] if "://" in value else value
+    return _SUFFIXES.get(os.path.splitext(name.rstrip())[1].lower())
