@@ -22,6 +22,7 @@ from longctx.data.rows import (
     check_sources,
     counts,
     document_names,
+    picture_files,
     pictures_of,
     rows_identity,
 )
@@ -40,6 +41,7 @@ from longctx.output.folder import (
     check_disk_space,
     check_output_dir,
     clear_output_dir,
+    keep_pictures,
     lock_folder,
     open_output_dir,
 )
@@ -143,6 +145,7 @@ def main(argv: list[str] | None = None) -> None:
                 pictures = numbered_pictures(row["input_ids"], rows.pictures, sources)
             show_example(row, named, checked.tokenizer, rows=asked.task.rows, pictures=pictures)
         return
+    keep_read(asked, rows, folder)
     counted = {"train": counts(rows.train)}
     if rows.eval is not None:
         counted["eval"] = counts(rows.eval)
@@ -249,6 +252,15 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
     use_workers(args)
     counted = [SeenTokens.of(one, pictures) for one in (train_rows, eval_rows) if one is not None]
     return Rows(train_rows, eval_rows, names, pictures, counted)
+
+
+def keep_read(asked: Asked, rows: Rows, folder: Folder) -> None:
+    """Nothing that records name will be deleted."""
+    data_args = asked.data
+    if rows.pictures is not None:
+        for files in (data_args.train_file, data_args.eval_file):
+            if files or data_args.dataset_name:
+                keep_pictures(folder.path, picture_files(data_args, files, asked.task.rows))
 
 
 def make_batches(asked: Asked, checked: Checked, rows: Rows) -> Batches:

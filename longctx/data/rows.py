@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -154,7 +154,8 @@ def build_dataset(
         shown = {*WITH_PICTURES} & kinds_of(records, rows)
         if shown or {*PICTURES} & {*records.column_names}:
             pictures = sight.read()
-            identity += [pictures.identity(), *_picture_files(records, dataset_name)]
+            shown_files = _picture_files(records, dataset_name)  # whose tokens the rows count
+            identity += [pictures.identity(), *map(file_identity, shown_files)]
             one_document = one_document or (rows == "text" and sight.one_document)
     name = ", ".join(files or [args.dataset_name or "the standard library"])
     name = f"held out of {name}" if held_out else name
@@ -316,13 +317,7 @@ def pictures_of(
 
     `args`, `files` and `rows` are those of a `build_dataset` with `sight`.
     """
-    if files is None and args.dataset_name:
-        loaded = load_records(args)
-        assert isinstance(loaded, Dataset)
-        records, name = undecoded(loaded), args.dataset_name
-    else:
-        paths = stdlib_files() if files is None else find_files(files)
-        records, name = _documents(args, paths, rows=rows, sees=True), None
+    records, name = _seen(args, files, rows)
     document = Reader(records.features, name, rows, sees=True)
 
     def found(numbers: Iterable[int]) -> list[Source]:
@@ -337,16 +332,32 @@ def pictures_of(
     return found
 
 
-def _picture_files(records: Dataset, name: str | None) -> Iterable[Any]:
-    """Differs where a file of a picture does, of which rows hold the number of tokens."""
+def picture_files(
+    args: DataArguments, files: list[str] | None, rows: Rows = "text"
+) -> Iterator[Path]:
+    """Yields the files of pictures that records name, given what `pictures_of` is given."""
+    return _picture_files(*_seen(args, files, rows))
+
+
+def _seen(args: DataArguments, files: list[str] | None, rows: Rows) -> tuple[Dataset, str | None]:
+    """Returns the records of a `build_dataset` with `sight`, and the name of their dataset."""
+    if files is None and args.dataset_name:
+        loaded = load_records(args)
+        assert isinstance(loaded, Dataset)
+        return undecoded(loaded), args.dataset_name
+    paths = stdlib_files() if files is None else find_files(files)
+    return _documents(args, paths, rows=rows, sees=True), None
+
+
+def _picture_files(records: Dataset, name: str | None) -> Iterator[Path]:
     if name is not None:
         files = linked_files(records, folder_of(name))
-        yield from (file_identity(file) for file in files if file.is_file())
+        yield from (file for file in files if file.is_file())
         return
     for kind, content in zip(records["kind"], records["content"], strict=True):
         for named in json.loads(content)["pictures"] if kind in WITH_PICTURES else ():
             if not named.startswith(DATA_URL):
-                yield file_identity(Path(named))
+                yield Path(named)
 
 
 def document_names(

@@ -378,3 +378,16 @@ def test_a_picture_that_changes_under_way(becomes, flags_of, tmp_path, monkeypat
         run(flags, tmp_path / "run")
     said = str(error.value)
     assert "\n" not in said and "red.png" in said
+
+
+def test_pictures_in_the_earlier_run_are_not_deleted(flags_of, tmp_path) -> None:
+    """Records outside of it name them: before a model is loaded, and overwriting or resuming."""
+    flags, out = flags_of("qwen3_vl"), tmp_path / "run"
+    (out / "final").mkdir(parents=True)
+    (out / "final" / "config.json").write_text("{}")
+    shutil.copy(tmp_path / "red.png", out / "final")
+    (tmp_path / "red.png").unlink()
+    (tmp_path / "red.png").symlink_to(out / "final" / "red.png")
+    with pytest.raises(UserError, match=r"run/final would be deleted .* reads .*red\.png"):
+        run(flags, out, "--overwrite_output_dir")
+    assert (out / "final" / "red.png").exists()

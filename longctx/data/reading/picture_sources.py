@@ -136,9 +136,9 @@ def _decoded(url: str, at: str) -> bytes:
 
 
 def _inside(name: str, folder: Path, at: str) -> Path:
+    path = folder.absolute() / name
     try:
-        path = (folder / name).resolve()
-        inside = path.is_relative_to(folder.resolve())
+        inside = path.resolve().is_relative_to(folder.resolve())
         there = path.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a NUL
         raise UserError(f"{at} is no path: {error}") from None
