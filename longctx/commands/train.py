@@ -24,6 +24,7 @@ from longctx.data.rows import (
     document_names,
     picture_files,
     pictures_of,
+    pixels_identity,
     rows_identity,
 )
 from longctx.data.text.tokenizer import load_tokenizer
@@ -296,6 +297,7 @@ def define_run(
         num_processes=args.world_size,
         base=weights_identity(model_args.source, checked.config) if adapters else None,
         reference=references.identity if references else None,
+        pictures=pixels_identity(rows.train, rows.pictures) if rows.pictures else None,
         teacher=teacher_identity(model_args, args, teacher) if teacher is not None else None,
     )
     check_same_run(

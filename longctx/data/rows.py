@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from datasets import Dataset, IterableDataset, List, Value
 from datasets.utils import tqdm
 from torch import Tensor
@@ -222,6 +223,7 @@ def build_dataset(
         said += [*unread_lines(records, reader, namer)]
         said += media_line(tokens, tokenizer, config, pictures, namer)
         report = {"stats": asdict(stats), "replaced_bytes": replaced, "said": said}
+        report |= {"pixels": _pixels(tokens, order)} if pictures is not None else {}
         write_text(report_path, json.dumps(report))
 
     stats = _stats(report["stats"], rows)
@@ -308,6 +310,17 @@ def rows_identity(args: DataArguments, rows: Dataset | IterableDataset) -> Any:
     if isinstance(rows, IterableDataset):
         return [args.dataset_name, args.dataset_config, args.dataset_split]
     return content_of(rows)
+
+
+def pixels_identity(rows: Dataset | IterableDataset, pictures: Pictures) -> str:
+    """Differs where the pixels of the rows of a `build_dataset` do: where the bytes of pictures'
+    files or the processor's settings do."""
+    return digest(_report_beside(rows).get("pixels"), pictures.settings)
+
+
+def _pixels(tokens: Dataset, order: np.ndarray) -> str:  # (n,) int64: numbers of documents
+    hashes = tokens.data.column("pixels").to_numpy()[np.sort(order)]
+    return xxhash.xxh3_64_hexdigest(hashes.tobytes())
 
 
 def pictures_of(
@@ -402,10 +415,15 @@ def _stats(counted: dict[str, Any], rows: Rows) -> PackingStats | GroupStats:
 def counts(rows: Dataset | IterableDataset) -> dict[str, int]:
     """Returns the counts that `build_dataset` wrote beside its rows, by name: documents or groups,
     tokens, rows and others. Empty for a stream, which nobody has counted."""
+    stats = _report_beside(rows).get("stats", {})
+    return {name: count for name, count in stats.items() if type(count) is int and count > 0}
+
+
+def _report_beside(rows: Dataset | IterableDataset) -> dict[str, Any]:
+    """Returns what `build_dataset` has written beside its rows; empty for a stream."""
     for file in rows.cache_files if isinstance(rows, Dataset) else ():
         report: Any = read_json(Path(file["filename"]).with_suffix(".json"))
-        stats = report["stats"] if isinstance(report, dict) else {}
-        return {name: count for name, count in stats.items() if type(count) is int and count > 0}
+        return report if isinstance(report, dict) else {}
     return {}
 
 

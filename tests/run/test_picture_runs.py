@@ -131,6 +131,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, flags_of, model_of, tmp_pa
     assert names and not any(map(sees, names))
     files = {path.name for path in model_of(kind).iterdir()}
     assert files <= {path.name for path in (tmp_path / "whole" / "final").iterdir()}
+    shutil.copy(tmp_path / "green.png", tmp_path / "red.png")  # as large, so as many tokens
+    with pytest.raises(UserError, match=r"is of another run: pictures \(files of them"):
+        run(flags, tmp_path / "parts", "--resume_from_checkpoint", "true", "--max_steps", "6")
 
 
 @pytest.mark.parametrize("lora", [[], ["--lora_r", "4"]], ids=["whole", "adapters"])

@@ -13,29 +13,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 from transformers import AutoProcessor, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from longctx.constants import TOKEN_TYPES
 from longctx.data.pictures.picture import picture_of
 from longctx.data.reading.picture_sources import Source
 from longctx.errors import UserError, one_line
+from longctx.safety.files import read_json
 from longctx.safety.system import expanded
 
 TEXT = ("input_ids", "attention_mask", *TOKEN_TYPES, "num_crops")
 """Names in a processor's output that are of text, or that no model takes as an argument."""
+FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 class Pictures:
     """A processor, and the most pixels that a picture may have."""
 
-    def __init__(self, processor: Any, tokenizer: Any, most_pixels: int | None = None) -> None:
+    def __init__(
+        self, processor: Any, tokenizer: Any, most_pixels: int | None = None, settings: Any = None
+    ) -> None:
         self._processor, self._tokenizer, self.most_pixels = processor, tokenizer, most_pixels
+        self.settings = settings
+        """What the processor's files say: pixels are made from it."""
         self.token: str = processor.image_token
         """The text that marks a place."""
         self._texts: dict[tuple[int, int], str] = {}
@@ -76,7 +85,7 @@ class Pictures:
         template = getattr(found, "chat_template", None)
         if not tokenizer.chat_template and template:
             tokenizer.chat_template = template
-        return cls(found, tokenizer, most_pixels)
+        return cls(found, tokenizer, most_pixels, _settings(path))
 
     def identity(self) -> list[Any]:
         """All of it that decides which tokens stand for a picture."""
@@ -142,6 +151,18 @@ class Pictures:
         """Returns the model's arguments for the pictures of a batch, such as `pixel_values`."""
         found = self._processor(images=[*images], return_tensors="pt")
         return {name: x for name, x in found.items() if name not in TEXT}
+
+
+def _settings(path: str) -> list[Any]:
+    """Returns the content of a processor's files, but for the version that wrote them."""
+    found: list[Any] = []
+    for name in FILES:
+        with suppress(OSError, ValueError, TypeError, AttributeError):  # not there, or no object
+            file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+            content = {} if file is None else read_json(Path(file))
+            content.pop("transformers_version", None)
+            found.append(content)
+    return found
 
 
 class _QwensPictures:

@@ -175,11 +175,11 @@ def _chats(
             )
     texts = rendered(documents, tokenizer, parts=pictures is not None)
     for document, (text, spans) in zip(documents, texts, strict=True):
-        seen = document.content.get("pictures", ())
+        seen, pixels = document.content.get("pictures", ()), 0
         if pictures is not None:
             from longctx.data.pictures.expansion import expanded, texts_of
 
-            inserted = texts_of(seen, pictures, document.where)
+            inserted, pixels = texts_of(seen, pictures, document.where)
             text, spans = expanded(text, spans, inserted, pictures, document.where)
         tokens = tokenise(tokenizer, text, add_special_tokens=False, offsets=True)
         assert tokens.offsets is not None
@@ -190,7 +190,7 @@ def _chats(
                 "{% generation %} markers or remove them"
             )
         trained[0] = False
-        yield Piece(tokens.ids, trained, pictures=len(seen))
+        yield Piece(tokens.ids, trained, pictures=len(seen), pixels=pixels)
 
 
 def _overlaps(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
