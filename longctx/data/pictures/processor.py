@@ -70,6 +70,8 @@ class Pictures:
                 if not config.model_type.startswith("qwen"):
                     raise
                 found = _QwensPictures(path, config, tokenizer)
+            if getattr(found, "image_processor", None) is None:
+                raise ValueError("it has no image processor")
             if not isinstance(found.image_token, str):
                 raise ValueError("it names no token of images")
         except ImportError as error:
@@ -77,6 +79,8 @@ class Pictures:
             raise UserError(
                 f"the processor of {name} needs {missing}: pip install {missing}"
             ) from error
+        except MemoryError:
+            raise
         except Exception as error:  # a stranger's files
             raise UserError(
                 f"{name} has no processor that reads pictures ({one_line(error, 160)}): it needs "
@@ -114,6 +118,8 @@ class Pictures:
                 options = dict(return_text_replacement_offsets=True, add_special_tokens=False)
                 found = self._processor(text=[self.token], images=[blank], **options)
                 ((offsets,),) = found["text_replacement_offsets"]
+            except MemoryError:
+                raise
             except Exception as error:  # as for a picture that is too narrow
                 raise UserError(f"{at}: the processor refuses it: {one_line(error)}") from error
             self._texts[size] = offsets["replacement"]
@@ -123,6 +129,12 @@ class Pictures:
         """Returns how many tokens stand for parts of such a picture. Raises as `text_of` does."""
         text = self.text_of(size, at)
         return sum(text.count(word) for word in self.words)
+
+    @property
+    def ids(self) -> list[Any]:
+        """The ids of the tokens that stand for parts of a picture, as the processor has them."""
+        found: list[Any] = [*self._processor.image_token_ids]
+        return found
 
     @cached_property
     def words(self) -> list[str]:
@@ -140,7 +152,7 @@ class Pictures:
     @cached_property
     def _ids(self) -> np.ndarray:
         """The ids of the tokens whose embeddings are features."""
-        return np.array(self._processor.image_token_ids)
+        return np.array(self.ids)
 
     def seen(self, ids: np.ndarray) -> np.ndarray:  # any shape, bool
         """Returns which tokens stand for a part of a picture."""
@@ -171,19 +183,19 @@ class _QwensPictures:
     def __init__(self, path: str, config: PretrainedConfig, tokenizer: Any) -> None:
         from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pillows
 
-        self._images = pillows.Qwen2VLImageProcessorPil.from_pretrained(path)
+        self.image_processor = pillows.Qwen2VLImageProcessorPil.from_pretrained(path)
         self._kind = config.model_type
         self.image_token = tokenizer.convert_ids_to_tokens(config.image_token_id)
         self.image_token_ids = [config.image_token_id]
 
     def to_json_string(self) -> str:
-        return self._kind + str(self._images.to_json_string())
+        return self._kind + str(self.image_processor.to_json_string())
 
     def __call__(self, images: Any, text: Any = None, **options: Any) -> dict[str, Any]:
-        found = self._images(images, return_tensors="pt")
+        found = self.image_processor(images, return_tensors="pt")
         if text is None:
             return {**found}
-        side = self._images.merge_size
+        side = self.image_processor.merge_size
         tokens = [int(grid.prod()) // side**2 for grid in found["image_grid_thw"]]
         offsets = [{"replacement": self.image_token * count} for count in tokens]
         return {**found, "mm_token_type_ids": None, "text_replacement_offsets": [offsets]}
