@@ -12,8 +12,9 @@ first question:
                   {"role": "assistant", "content": "A heron."}], "images": ["heron.jpg"]}
 
 Processors of Qwen's models and of Mistral 3 need torchvision, the release that belongs to the torch
-that is installed. Every picture is opened before anything is loaded; one that is none is named with its line. What
-sees the pictures, and what projects their features, is frozen without --train_vision.
+that is installed. Every picture is opened before anything is loaded; one that is none is named with
+its line. What sees the pictures, and what projects their features, is frozen without
+--train_vision.
 """
 
 from __future__ import annotations
