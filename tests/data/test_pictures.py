@@ -136,7 +136,7 @@ def test_text_alone_has_none() -> None:
         (dict(videos=["v"], images=["a"]), "f:1 has `videos`, which is not read: give frames"),
         (
             dict(messages=[{"role": "user", "content": [{"type": "video"}]}, ANSWER]),
-            "f:1: turn 1 of `messages` has a part of video, which is not read: give frames of it",
+            "f:1: turn 1 of `messages` has a video in a part, which is not read: give frames of it",
         ),
         (
             dict(messages=[{"role": "user", "content": f"{MARK}"}, ANSWER], images=["a"]),

@@ -52,21 +52,25 @@ REFUSED = {
     "a title in a pair of turns": (TURNS | {"video": "Herons"}, "pairs", "has `video`"),
     "a title and a place": (TEXT | {"text": "<video> of", "video": "Herons"}, "text", "`video`"),
     "a place and no video": (asking("<video>What?") | {"videos": []}, "text", "and no video"),
-    "a place and null": (asking("<image>What?") | {"images": None}, "text", "and no image"),
-    "a place in a pair": (PAIR | {"prompt": "<|image_pad|>", "image": ""}, "pairs", "and no image"),
+    "a place and null": (asking("<image>What?") | {"images": None}, "text", "and no picture"),
+    "a place in a pair": (
+        PAIR | {"prompt": "<|image_pad|>", "image": ""},
+        "pairs",
+        "and no picture",
+    ),
     "a picture beside text": (TEXT | {"image": "a.png"}, "text", "it has pictures"),
-    "an imagefolder": (TEXT | {"file_name": "b/c.png"}, "text", "a file of image in `file_name`"),
+    "an imagefolder": (TEXT | {"file_name": "b/c.png"}, "text", "a picture in `file_name`"),
     "two names of it": (TEXT | {"mask_file_name": "c.png"}, "text", "in `mask_file_name`"),
-    "a struct": (TEXT | {"cover": {"bytes": PNG}}, "text", "a file of image in `cover`"),
-    "its bytes": (TEXT | {"cover": PNG}, "text", "a file of image in `cover`"),
-    "a file that is there": (PAIR | {"clip": "a.mp4"}, "pairs", "a file of video in `clip`"),
-    "the file itself": (TEXT | {"x": ["data:audio/wav;base64,AA=="]}, "text", "audio in `x`"),
-    "deep inside": (TEXT | {"meta": {"media": [{"path": "a.wav"}]}}, "text", "audio in `meta`"),
+    "a struct": (TEXT | {"cover": {"bytes": PNG}}, "text", "a picture in `cover`"),
+    "its bytes": (TEXT | {"cover": PNG}, "text", "a picture in `cover`"),
+    "a file that is there": (PAIR | {"clip": "a.mp4"}, "pairs", "a video in `clip`"),
+    "the file itself": (TEXT | {"x": ["data:audio/wav;base64,AA=="]}, "text", "sound in `x`"),
+    "deep inside": (TEXT | {"meta": {"media": [{"path": "a.wav"}]}}, "text", "sound in `meta`"),
     "a key of a turn": ({"messages": [{**Q, "images": ["a.png"]}, A]}, "text", "has `images`"),
     "a sound of a turn": ({"messages": [Q, {**A, "audio": {"id": "x"}}]}, "text", "has `audio`"),
     "a part of a video": (
         {"messages": [{**Q, "content": [{"type": "video", "video": "a.mp4"}]}, A]},
-        *("text", "has a part of video, which is not read: give frames"),
+        *("text", "has a video in a part, which is not read: give frames"),
     ),
     "a text that holds one": (
         {"messages": [{**Q, "content": [{"text": "What?", "image": "a.png"}]}, A]},
@@ -143,7 +147,7 @@ def test_a_parquets_own_columns(kind, said, tmp_path) -> None:
     (record,) = undecoded(Dataset(rows))
     assert set(record[name]) == {"bytes", "path"}
     pq.write_table(pa.Table.from_pylist([{**TEXT, "page": {"bytes": PNG}}]), tmp_path / "b.parquet")
-    with pytest.raises(UserError, match="row 0 has a file of image in `page`"):
+    with pytest.raises(UserError, match="row 0 has a picture in `page`"):
         [*read_documents([tmp_path / "b.parquet"])]
 
 

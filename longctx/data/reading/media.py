@@ -48,6 +48,7 @@ CURES: dict[Medium, str] = {
     "video": "give frames of it as pictures, or leave the video out",
     "audio": "leave the sound out, or give its words as text",
 }
+NOUNS: dict[Medium, str] = {"image": "picture", "video": "video", "audio": "sound"}
 FILE_NAME = re.compile(r"(.+_)?file_names?")
 """The columns in which an imagefolder's metadata names files."""
 _SUFFIXES: dict[str, Medium] = {
@@ -139,6 +140,8 @@ def _medium(value: Any) -> Medium | None:
             return "audio"
         held = _medium(value.get("bytes")) or _medium(value.get("path"))
         return held or ("image" if isinstance(value.get("bytes"), bytes) else None)
+    if isinstance(value, Path):  # which datasets has found itself
+        return _of_string(str(value)) or "image"
     return "image" if type(value).__module__.startswith("PIL.") else None
 
 

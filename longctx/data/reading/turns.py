@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from longctx.data.reading.media import COLUMNS, CURES, PARTS, part_medium
+from longctx.data.reading.media import COLUMNS, CURES, NOUNS, PARTS, part_medium
 from longctx.data.reading.values import check_depth, fault, is_flag, kind, parse_json, shown
 from longctx.errors import UserError
 
@@ -201,7 +201,7 @@ def _text_part(part: Any, at: str) -> str:
         return part["text"]
     medium = part_medium(part) if isinstance(part, Mapping) else None
     if medium is not None:
-        raise UserError(f"{at} has a part of {medium}, which is not read: {CURES[medium]}")
+        raise UserError(f"{at} has a {NOUNS[medium]} in a part, which is not read: {CURES[medium]}")
     raise UserError(f"{at} has a part that is not text: only text can be trained on")
 
 

@@ -21,6 +21,7 @@ from longctx.data.reading.media import (
     COLUMNS,
     CURES,
     FILE_NAME,
+    NOUNS,
     PICTURES,
     Medium,
     medium_held,
@@ -49,14 +50,14 @@ def unread_media(record: Mapping[str, Any], where: str, folder: Path | None) -> 
         medium = COLUMNS.get(name)
         if medium is None:
             if name not in _OTHERS and (held := _held(name, value, folder)):
-                raise UserError(f"{where} has a file of {held} in `{name}`, {_not_read(held)}")
+                raise UserError(f"{where} has a {NOUNS[held]} in `{name}`, {_not_read(held)}")
             continue
         place = _place(record, medium)
         if not value and not isinstance(value, bytes):
             if place:
                 raise UserError(
-                    f"{where} has {place} in its text and no {medium}: `{name}` is empty: give the "
-                    f"{medium}, or leave {place} out"
+                    f"{where} has {place} in its text and no {NOUNS[medium]}: `{name}` is empty: "
+                    f"give the {NOUNS[medium]}, or leave {place} out"
                 )
         elif not (chat or place or medium_named(value)):
             unread.append(name)
