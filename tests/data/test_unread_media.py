@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from datasets import Audio, Dataset, Features, Image, Value, Video
 from small_tokenizer import small_tokenizer
 
-from longctx.data.reading.media import medium_held, medium_named
+from longctx.data.reading.media import media_held, medium_named
 from longctx.data.reading.picture_sources import undecoded
 from longctx.data.reading.records import as_document
 from longctx.data.reading.sources import read_documents
@@ -28,6 +29,7 @@ PAIR = {"prompt": "What?", "chosen": "A heron.", "rejected": "A cat."}
 RATED = {"prompt": "What?", "completion": "A heron.", "label": True}
 TEXT = {"text": "A heron stands in the reeds."}
 COMPLETION = {"prompt": "What?", "completion": "A heron."}
+MP4 = b"\0\0\0\x18ftypisom"
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(20)
 
 
@@ -66,6 +68,8 @@ REFUSED = {
     "a file that is there": (PAIR | {"clip": "a.mp4"}, "pairs", "a video in `clip`"),
     "the file itself": (TEXT | {"x": ["data:audio/wav;base64,AA=="]}, "text", "sound in `x`"),
     "deep inside": (TEXT | {"meta": {"media": [{"path": "a.wav"}]}}, "text", "sound in `meta`"),
+    "a name and a place": (asking("<video>?") | {"clip": "no.mp4"}, "text", "a video in `clip`"),
+    "another picture": (CHAT | {"image": "b.png", "mask": "a.png"}, "text", "picture in `mask`"),
     "a key of a turn": ({"messages": [{**Q, "images": ["a.png"]}, A]}, "text", "has `images`"),
     "a sound of a turn": ({"messages": [Q, {**A, "audio": {"id": "x"}}]}, "text", "has `audio`"),
     "a part of a video": (
@@ -120,6 +124,14 @@ def test_other_records_are_read_as_before(case, folder) -> None:
     assert document.unread == [] and document.kind in ("text", "chat")
 
 
+def test_a_second_name_of_a_picture_is_no_second_picture(folder) -> None:
+    """As LLaVA's `id`, and a list of files beside parts."""
+    for more in ({"image": "a.png"}, {"images": [{"path": "a.png"}]}):
+        names = {"id": "a.png", "file_name": "a.png"}
+        document = as_document(CHAT | more | names, "f:1", folder=folder, sees=True)
+        assert len(document.content["pictures"]) == 1
+
+
 def test_media_by_value() -> None:
     begins = {
         b"RIFF1234WEBPVP8 ": "image",
@@ -130,7 +142,14 @@ def test_media_by_value() -> None:
         b"fLaC": "audio",
         b"hello": None,
     }
-    assert {data: medium_held(data, None) for data in begins} == begins
+
+    def held(value: Any) -> Any:
+        return next((medium for medium, _ in media_held(value, None, lambda medium: False)), None)
+
+    assert {data: held(data) for data in begins} == begins
+    for medium, data in (("image", PNG), ("audio", b"RIFF1234WAVEfmt "), ("video", MP4)):
+        assert held(base64.b64encode(data + bytes(60)).decode()) == medium
+    assert held(str({"bytes": PNG, "path": None})) == "image" and held("/9j/ is a path") is None
     assert medium_named({"path": "x.mkv", "bytes": None}) == "video"
     assert medium_named(["x", "x.OGG"]) == "audio" and medium_named("x.mp4 is a film") is None
 

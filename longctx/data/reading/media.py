@@ -5,15 +5,17 @@
     {"bytes": b"...", "path": "a.png"}              as datasets keeps one
     {"array": [...], "sampling_rate": 16000}        a sound that datasets has decoded
     "a.png" beside the data, b"\\x89PNG..."          a file that is there, and the bytes of one
+    "iVBORw0KGgo...", "{'bytes': b'...'}"           bytes in base64, or as Python prints them
 
 unread_media.py says what becomes of columns with media, places.py reads those with pictures.
 """
 
 from __future__ import annotations
 
+import base64
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,11 +65,14 @@ _SUFFIXES: dict[str, Medium] = {
 _BEGINNINGS: dict[bytes, Medium] = {
     rb"\x89PNG|\xff\xd8\xff|GIF8[79]a|II\*\0|MM\0\*|BM.{12}\(\0|RIFF....WEBP": "image",
     rb"....ftyp(hei|mif|avif)": "image",
-    rb"ID3|OggS|fLaC|\xff[\xe3\xf3\xfb]|RIFF....WAVE|FORM....AIF|....ftypM4[AB]": "audio",
+    rb"ID3|OggS|fLaC|RIFF....WAVE|FORM....AIF|....ftypM4[AB]": "audio",
     rb"....ftyp|\x1aE\xdf\xa3|RIFF....AVI |\0\0\x01[\xb3\xba]|FLV\x01": "video",
 }
 """How a file begins (a regular expression) -> its medium; the first that fits."""
 _DATA_URL = re.compile(r"data:(image|video|audio)[/;]")
+_BASE64 = r"(?=.{64})[A-Za-z0-9+/]{32}"
+_PRINTED = r"\{'bytes': b|b['\"]\\x89PNG|b['\"]\\xff\\xd8"
+"""Bytes as Python prints them into a table's cell."""
 _MOST_CHARS = 4096
 """The longest path of Linux."""
 
@@ -79,7 +84,7 @@ def words_of(medium: Medium) -> re.Pattern[str]:
 
 def strings_of(value: Any) -> Iterator[str]:
     """Yields the strings that a value holds at any depth."""
-    return (one for one in _values(value) if isinstance(one, str))
+    return (one for one in _values(value, whole=False) if isinstance(one, str))
 
 
 def part_medium(part: Mapping[str, Any]) -> Medium | None:
@@ -96,27 +101,28 @@ def medium_named(value: Any) -> Medium | None:
     return next((found for one in _values(value) if (found := _medium(one))), None)
 
 
-def medium_held(value: Any, folder: Path | None) -> Medium | None:
-    """Returns the medium of a value in a column of any name: a file that is below `folder` (None:
-    nothing is looked for) or that the value holds. None for all others, such as a link's address
-    or a file's name."""
+def media_held(
+    value: Any, folder: Path | None, placed: Callable[[Medium], bool]
+) -> Iterator[tuple[Medium, Any]]:
+    """Yields the media in a column of any name, each with its file's name or bytes: what the value
+    holds, a file that is below `folder` (None: nothing is looked for), and a file's name of a
+    medium that is `placed` in the text. All others are no media, such as a link's address."""
     for one in _values(value):
         medium = _medium(one)
         if medium is None:
             continue
-        if not isinstance(one, str) or _DATA_URL.match(one):
-            return medium
-        if folder is not None and os.path.isfile(folder / one):
-            return medium
-    return None
+        named = isinstance(one, str) and _of_content(one) is None
+        there = named and folder is not None and os.path.isfile(folder / one)
+        if not named or there or placed(medium):
+            yield medium, one.get("path") if isinstance(one, Mapping) else one
 
 
-def _values(value: Any) -> Iterator[Any]:
-    """Yields what a value holds at any depth; media that datasets keeps in objects are whole."""
+def _values(value: Any, *, whole: bool = True) -> Iterator[Any]:
+    """Yields what a value holds at any depth; `whole` are media that datasets keeps in objects."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
-        if isinstance(one, Mapping) and not _is_file(one):
+        if isinstance(one, Mapping) and not (whole and _is_file(one)):
             waiting += one.values()
         elif isinstance(one, (list, tuple)):
             waiting += one
@@ -133,8 +139,7 @@ def _medium(value: Any) -> Medium | None:
     if isinstance(value, str):
         return _of_string(value)
     if isinstance(value, bytes):
-        found = (m for begin, m in _BEGINNINGS.items() if re.match(rb"(?s)" + begin, value))
-        return next(found, None)
+        return _of_bytes(value) or ("audio" if re.match(rb"\xff[\xe3\xf3\xfb]", value) else None)
     if isinstance(value, Mapping):
         if "array" in value:
             return "audio"
@@ -146,9 +151,25 @@ def _medium(value: Any) -> Medium | None:
 
 
 def _of_string(value: str) -> Medium | None:
-    if url := _DATA_URL.match(value):
-        return url[1]  # type: ignore[return-value]
+    if held := _of_content(value):
+        return held
     if len(value) > _MOST_CHARS or "\0" in value:
         return None
     name = re.split(r"[?#]", value)[0] if "://" in value else value
     return _SUFFIXES.get(os.path.splitext(name.rstrip())[1].lower())
+
+
+def _of_content(value: str) -> Medium | None:
+    """Returns the medium of a file that a string holds whole; None if it holds none."""
+    if url := _DATA_URL.match(value):
+        return url[1]  # type: ignore[return-value]
+    if re.match(_PRINTED, value):
+        return "image"
+    if not re.match(_BASE64, value):
+        return None
+    return _of_bytes(base64.b64decode(value[:32]))
+
+
+def _of_bytes(value: bytes) -> Medium | None:
+    found = (m for begin, m in _BEGINNINGS.items() if re.match(rb"(?s)" + begin, value))
+    return next(found, None)

@@ -24,7 +24,7 @@ from longctx.data.reading.media import (
     NOUNS,
     PICTURES,
     Medium,
-    medium_held,
+    media_held,
     medium_named,
     strings_of,
     words_of,
@@ -49,8 +49,8 @@ def unread_media(record: Mapping[str, Any], where: str, folder: Path | None) -> 
     for name, value in record.items():
         medium = COLUMNS.get(name)
         if medium is None:
-            if name not in _OTHERS and (held := _held(name, value, folder)):
-                raise UserError(f"{where} has a {NOUNS[held]} in `{name}`, {_not_read(held)}")
+            if name not in _OTHERS and (found := _held(record, name, folder)):
+                raise UserError(f"{where} has a {NOUNS[found]} in `{name}`, {_not_read(found)}")
             continue
         place = _place(record, medium)
         if not value and not isinstance(value, bytes):
@@ -79,11 +79,17 @@ def _not_read(medium: Medium) -> str:
     return f"which is not read: {CURES[medium]}"
 
 
-def _held(name: str, value: Any, folder: Path | None) -> Medium | None:
-    """Returns the medium that a column of another name holds."""
-    if FILE_NAME.fullmatch(name) and (medium := medium_named(value)):
-        return medium
-    return medium_held(value, folder)
+def _held(record: Mapping[str, Any], name: str, folder: Path | None) -> Medium | None:
+    """Returns the medium that a column of another name holds, if it is not among the pictures that
+    are read: `"id": "a.png"` beside `"image": "a.png"` adds none."""
+    files = FILE_NAME.fullmatch(name) is not None
+    for medium, one in media_held(
+        record[name], folder, lambda medium: files or _place(record, medium) is not None
+    ):
+        read = (record.get(key) for key in (*PICTURES, *TURNS))
+        if not any(one in strings_of(value) for value in read):
+            return medium
+    return None
 
 
 def _place(record: Mapping[str, Any], medium: Medium) -> str | None:
