@@ -70,9 +70,11 @@ _BEGINNINGS: dict[bytes, Medium] = {
 }
 """How a file begins (a regular expression) -> its medium; the first that fits."""
 _DATA_URL = re.compile(r"data:(image|video|audio)[/;]")
-_BASE64 = r"(?=.{64})[A-Za-z0-9+/]{32}"
+_BASE64 = r"[A-Za-z0-9+/]{32}"
+_CONTENT = ("data:", "{'bytes'", "b'", 'b"')
 _PRINTED = r"\{'bytes': b|b['\"]\\x89PNG|b['\"]\\xff\\xd8"
 """Bytes as Python prints them into a table's cell."""
+_SIMPLE = frozenset((str, int, float, bool, type(None)))
 _MOST_CHARS = 4096
 """The longest path of Linux."""
 
@@ -122,7 +124,9 @@ def _values(value: Any, *, whole: bool = True) -> Iterator[Any]:
     waiting = [value]
     while waiting:
         one = waiting.pop()
-        if isinstance(one, Mapping) and not (whole and _is_file(one)):
+        if type(one) in _SIMPLE:  # most are, and asking for a Mapping takes a microsecond
+            yield one
+        elif isinstance(one, Mapping) and not (whole and _is_file(one)):
             waiting += one.values()
         elif isinstance(one, (list, tuple)):
             waiting += one
@@ -138,6 +142,8 @@ def _is_file(value: Mapping[str, Any]) -> bool:
 def _medium(value: Any) -> Medium | None:
     if isinstance(value, str):
         return _of_string(value)
+    if type(value) in _SIMPLE:
+        return None
     if isinstance(value, bytes):
         return _of_bytes(value) or ("audio" if re.match(rb"\xff[\xe3\xf3\xfb]", value) else None)
     if isinstance(value, Mapping):
@@ -153,6 +159,8 @@ def _medium(value: Any) -> Medium | None:
 def _of_string(value: str) -> Medium | None:
     if held := _of_content(value):
         return held
+    if "." not in value[-12:] and "://" not in value:
+        return None
     if len(value) > _MOST_CHARS or "\0" in value:
         return None
     name = re.split(r"[?#]", value)[0] if "://" in value else value
@@ -161,11 +169,11 @@ def _of_string(value: str) -> Medium | None:
 
 def _of_content(value: str) -> Medium | None:
     """Returns the medium of a file that a string holds whole; None if it holds none."""
-    if url := _DATA_URL.match(value):
-        return url[1]  # type: ignore[return-value]
-    if re.match(_PRINTED, value):
-        return "image"
-    if not re.match(_BASE64, value):
+    if value.startswith(_CONTENT):
+        if url := _DATA_URL.match(value):
+            return url[1]  # type: ignore[return-value]
+        return "image" if re.match(_PRINTED, value) else None
+    if len(value) < 64 or not re.match(_BASE64, value):
         return None
     return _of_bytes(base64.b64decode(value[:32]))
 

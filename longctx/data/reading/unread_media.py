@@ -44,7 +44,7 @@ def unread_media(record: Mapping[str, Any], where: str, folder: Path | None) -> 
     Raises UserError starting with `where` for media that are not read, and for a place of a medium
     whose column is empty.
     """
-    chat = any(isinstance(record.get(name), (list, Mapping)) for name in TURNS)
+    chat = any(isinstance(record.get(name), (list, dict)) for name in TURNS)
     unread = []
     for name, value in record.items():
         medium = COLUMNS.get(name)
