@@ -234,7 +234,7 @@ RECORDS = {
     "base64 of no picture": (small.asked("data:image/png;base64,AAAA"), "picture 1 is no picture"),
     "in an answer": (
         {"messages": [*small.asked()["messages"], ANSWERED]},
-        "turn 3 of `messages` is an answer with a picture",
+        "answer 2 has a picture: models that are trained here write text alone",
     ),
     "the image token in a text": (
         small.asked("red.png", question="What does <|image_pad|> mean?"),
