@@ -1,6 +1,6 @@
 """TRL's SFTTrainer with longctx's schedule, on conversations about pictures.
 
-    pip install "trl>=1.16" pillow
+    pip install "trl>=1.16" pillow torchvision
     longctx recipes trl_images.py > trl_images.py
     python trl_images.py Qwen/Qwen3-VL-2B-Instruct pictures.jsonl runs/pictures
 
@@ -11,8 +11,10 @@ first question:
     {"messages": [{"role": "user", "content": "What is this?"},
                   {"role": "assistant", "content": "A heron."}], "images": ["heron.jpg"]}
 
-Every picture is opened before anything is loaded; one that is none is named with its line. What
-sees the pictures, and what projects their features, is frozen without --train_vision.
+Processors of Qwen's models and of Mistral 3 need torchvision, the release that belongs to the torch
+that is installed. Every picture is opened before anything is loaded; one that is none is named with
+its line. What sees the pictures, and what projects their features, is frozen without
+--train_vision.
 """
 
 from __future__ import annotations

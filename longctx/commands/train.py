@@ -22,7 +22,9 @@ from longctx.data.rows import (
     check_sources,
     counts,
     document_names,
+    picture_files,
     pictures_of,
+    pixels_identity,
     rows_identity,
 )
 from longctx.data.text.tokenizer import load_tokenizer
@@ -40,6 +42,7 @@ from longctx.output.folder import (
     check_disk_space,
     check_output_dir,
     clear_output_dir,
+    keep_pictures,
     lock_folder,
     open_output_dir,
 )
@@ -143,6 +146,7 @@ def main(argv: list[str] | None = None) -> None:
                 pictures = numbered_pictures(row["input_ids"], rows.pictures, sources)
             show_example(row, named, checked.tokenizer, rows=asked.task.rows, pictures=pictures)
         return
+    keep_read(asked, rows, folder)
     counted = {"train": counts(rows.train)}
     if rows.eval is not None:
         counted["eval"] = counts(rows.eval)
@@ -229,6 +233,7 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
             one_document=one_document,
             held_out=held_out,
             sight=None if eyes is None else eyes.sight(),
+            config=config,
         )
 
     with args.main_process_first(desc="data"):
@@ -248,6 +253,15 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
     use_workers(args)
     counted = [SeenTokens.of(one, pictures) for one in (train_rows, eval_rows) if one is not None]
     return Rows(train_rows, eval_rows, names, pictures, counted)
+
+
+def keep_read(asked: Asked, rows: Rows, folder: Folder) -> None:
+    """Nothing that records name will be deleted."""
+    data_args = asked.data
+    if rows.pictures is not None:
+        for files in (data_args.train_file, data_args.eval_file):
+            if files or data_args.dataset_name:
+                keep_pictures(folder.path, picture_files(data_args, files, asked.task.rows))
 
 
 def make_batches(asked: Asked, checked: Checked, rows: Rows) -> Batches:
@@ -283,6 +297,7 @@ def define_run(
         num_processes=args.world_size,
         base=weights_identity(model_args.source, checked.config) if adapters else None,
         reference=references.identity if references else None,
+        pictures=pixels_identity(rows.train, rows.pictures) if rows.pictures else None,
         teacher=teacher_identity(model_args, args, teacher) if teacher is not None else None,
     )
     check_same_run(

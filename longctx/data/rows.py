@@ -18,17 +18,18 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from datasets import Dataset, IterableDataset, List, Value
 from datasets.utils import tqdm
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from longctx.data.chat.rendering import lines_of
 from longctx.data.pack.cache import (
@@ -54,6 +55,7 @@ from longctx.data.pack.packing_groups import (
 from longctx.data.reading.files import file_of, find_files, stdlib_files
 from longctx.data.reading.groups import READERS, Rows
 from longctx.data.reading.kinds import LINE_SUFFIXES, record_suffix
+from longctx.data.reading.media import PICTURES
 from longctx.data.reading.picture_sources import (
     DATA_URL,
     Source,
@@ -61,11 +63,11 @@ from longctx.data.reading.picture_sources import (
     source_named,
     undecoded,
 )
-from longctx.data.reading.places import COLUMNS
 from longctx.data.reading.records import FORMATS, WITH_PICTURES, Document
 from longctx.data.reading.sources import check_dataset_name, load_records, read_documents
 from longctx.data.stream import stream_rows
 from longctx.data.text.encoding import check_vocabulary, pad_token_id
+from longctx.data.text.remarks import media_line, unread_lines
 from longctx.data.text.tokens import (
     DOCUMENT_FEATURES,
     Reader,
@@ -105,6 +107,7 @@ def build_dataset(
     one_document: bool = False,
     held_out: bool = False,
     sight: Sight | None = None,
+    config: PretrainedConfig | None = None,
 ) -> Dataset | IterableDataset:
     """Packed rows from `files`, else from --dataset_name, else from the standard library. With
     --eval_share they are those of the share that is `held_out`, or of the other documents.
@@ -114,7 +117,8 @@ def build_dataset(
     prompts with their answers and say which is which (packing_groups.py); `mismatched` gives each
     answer another prompt's beside it. With `one_document` rows of text are not packed: each holds
     one document and has its length, a stream's `seq_len`. With `sight` records may name pictures,
-    whose tokens are in the rows; `pictures_of` finds them again. The same arguments give the same
+    whose tokens are in the rows; `pictures_of` finds them again. `config` is the model's, which may
+    name tokens of media. The same arguments give the same
     rows in the same order.
     Prints one summary line. Raises UserError for bad sources, a record that cannot be trained on,
     and a token id of `vocab_size` or more.
@@ -127,15 +131,16 @@ def build_dataset(
         if isinstance(loaded, IterableDataset):
             return stream_rows(
                 args,
-                loaded,
+                undecoded(loaded),
                 tokenizer,
                 seq_len=seq_len,
                 vocab_size=vocab_size,
                 seed=seed,
                 one_document=one_document,
+                config=config,
             )
         identity = [*dataset_identity(loaded), *_limit(args), *_beside_text(rows)]
-        records = loaded
+        records = loaded = undecoded(loaded)
         if args.max_samples:
             records = loaded.select(range(min(args.max_samples, len(loaded))))
     else:
@@ -147,11 +152,11 @@ def build_dataset(
     if sight is not None:
         if records is None:
             records = _documents(args, paths, rows=rows, sees=True)
-        records = undecoded(records)
         shown = {*WITH_PICTURES} & kinds_of(records, rows)
-        if shown or {*COLUMNS} & {*records.column_names}:
+        if shown or {*PICTURES} & {*records.column_names}:
             pictures = sight.read()
-            identity += [pictures.identity(), *_picture_files(records, dataset_name)]
+            shown_files = _picture_files(records, dataset_name)  # whose tokens the rows count
+            identity += [pictures.identity(), *map(file_identity, shown_files)]
             one_document = one_document or (rows == "text" and sight.one_document)
     name = ", ".join(files or [args.dataset_name or "the standard library"])
     name = f"held out of {name}" if held_out else name
@@ -212,8 +217,13 @@ def build_dataset(
                 mismatched=mismatched,
             )
             packed = write_arrow(rows_path, GROUP_ROW_FEATURES, packing)
+        namer = _namer(records, dataset_name)
         said = lines_of(kinds_of(records, rows), tokenizer)
+        reader = Reader(records.features, dataset_name, rows, sees=sight is not None)
+        said += [*unread_lines(records, reader, namer)]
+        said += media_line(tokens, tokenizer, config, pictures, namer)
         report = {"stats": asdict(stats), "replaced_bytes": replaced, "said": said}
+        report |= {"pixels": _pixels(tokens, order)} if pictures is not None else {}
         write_text(report_path, json.dumps(report))
 
     stats = _stats(report["stats"], rows)
@@ -302,6 +312,17 @@ def rows_identity(args: DataArguments, rows: Dataset | IterableDataset) -> Any:
     return content_of(rows)
 
 
+def pixels_identity(rows: Dataset | IterableDataset, pictures: Pictures) -> str:
+    """Differs where the pixels of the rows of a `build_dataset` do: where the bytes of pictures'
+    files or the processor's settings do."""
+    return digest(_report_beside(rows).get("pixels"), pictures.settings)
+
+
+def _pixels(tokens: Dataset, order: np.ndarray) -> str:  # (n,) int64: numbers of documents
+    hashes = tokens.data.column("pixels").to_numpy()[np.sort(order)]
+    return xxhash.xxh3_64_hexdigest(hashes.tobytes())
+
+
 def pictures_of(
     args: DataArguments, files: list[str] | None, rows: Rows = "text"
 ) -> Callable[[Iterable[int]], list[Source]]:
@@ -309,13 +330,7 @@ def pictures_of(
 
     `args`, `files` and `rows` are those of a `build_dataset` with `sight`.
     """
-    if files is None and args.dataset_name:
-        loaded = load_records(args)
-        assert isinstance(loaded, Dataset)
-        records, name = undecoded(loaded), args.dataset_name
-    else:
-        paths = stdlib_files() if files is None else find_files(files)
-        records, name = _documents(args, paths, rows=rows, sees=True), None
+    records, name = _seen(args, files, rows)
     document = Reader(records.features, name, rows, sees=True)
 
     def found(numbers: Iterable[int]) -> list[Source]:
@@ -330,16 +345,32 @@ def pictures_of(
     return found
 
 
-def _picture_files(records: Dataset, name: str | None) -> Iterable[Any]:
-    """Differs where a file of a picture does, of which rows hold the number of tokens."""
+def picture_files(
+    args: DataArguments, files: list[str] | None, rows: Rows = "text"
+) -> Iterator[Path]:
+    """Yields the files of pictures that records name, given what `pictures_of` is given."""
+    return _picture_files(*_seen(args, files, rows))
+
+
+def _seen(args: DataArguments, files: list[str] | None, rows: Rows) -> tuple[Dataset, str | None]:
+    """Returns the records of a `build_dataset` with `sight`, and the name of their dataset."""
+    if files is None and args.dataset_name:
+        loaded = load_records(args)
+        assert isinstance(loaded, Dataset)
+        return undecoded(loaded), args.dataset_name
+    paths = stdlib_files() if files is None else find_files(files)
+    return _documents(args, paths, rows=rows, sees=True), None
+
+
+def _picture_files(records: Dataset, name: str | None) -> Iterator[Path]:
     if name is not None:
         files = linked_files(records, folder_of(name))
-        yield from (file_identity(file) for file in files if file.is_file())
+        yield from (file for file in files if file.is_file())
         return
     for kind, content in zip(records["kind"], records["content"], strict=True):
         for named in json.loads(content)["pictures"] if kind in WITH_PICTURES else ():
             if not named.startswith(DATA_URL):
-                yield file_identity(Path(named))
+                yield Path(named)
 
 
 def document_names(
@@ -384,10 +415,15 @@ def _stats(counted: dict[str, Any], rows: Rows) -> PackingStats | GroupStats:
 def counts(rows: Dataset | IterableDataset) -> dict[str, int]:
     """Returns the counts that `build_dataset` wrote beside its rows, by name: documents or groups,
     tokens, rows and others. Empty for a stream, which nobody has counted."""
+    stats = _report_beside(rows).get("stats", {})
+    return {name: count for name, count in stats.items() if type(count) is int and count > 0}
+
+
+def _report_beside(rows: Dataset | IterableDataset) -> dict[str, Any]:
+    """Returns what `build_dataset` has written beside its rows; empty for a stream."""
     for file in rows.cache_files if isinstance(rows, Dataset) else ():
         report: Any = read_json(Path(file["filename"]).with_suffix(".json"))
-        stats = report["stats"] if isinstance(report, dict) else {}
-        return {name: count for name, count in stats.items() if type(count) is int and count > 0}
+        return report if isinstance(report, dict) else {}
     return {}
 
 

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from datasets import IterableDataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from longctx.data.chat.rendering import lines_of
 from longctx.data.pack.packing import (
@@ -22,9 +22,11 @@ from longctx.data.pack.packing import (
     check_trainable,
     pack,
 )
-from longctx.data.reading.records import as_document
+from longctx.data.reading.records import Document, as_document
+from longctx.data.reading.unread_media import unread_line
 from longctx.data.reading.values import read_row
 from longctx.data.text.encoding import encode, pad_token_id
+from longctx.data.text.remarks import media_tokens, token_line, token_of_media
 from longctx.errors import UserError, print_rank0, shortened
 from longctx.options.config import DataArguments
 
@@ -41,6 +43,7 @@ def stream_rows(
     vocab_size: int | None,
     seed: int,
     one_document: bool = False,
+    config: PretrainedConfig | None = None,
 ) -> IterableDataset:
     """Rows as those of `build_dataset`, all of `seq_len` tokens: one process reads them for the
     others, and cuts batches of one shape. Raises UserError where the first record is no good; a
@@ -57,7 +60,8 @@ def stream_rows(
 
     shuffled = records.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER_DOCUMENTS)
     rows = _Stream(
-        *(shuffled, name, tokenizer, vocab_size, seq_len, args.long_documents, one_document)
+        *(shuffled, name, tokenizer, vocab_size, seq_len, args.long_documents, one_document),
+        media=media_tokens(tokenizer, config),
     )
     return IterableDataset.from_generator(rows, features=ROW_FEATURES)
 
@@ -74,11 +78,13 @@ class _Stream:
     seq_len: int
     long_documents: LongDocuments
     one_document: bool
+    media: dict[int, str]
+    """The tokens that stand for media, by id."""
 
     def __call__(self) -> Iterator[dict[str, list[int]]]:
         stats = PackingStats(one_document=self.one_document)
         for row in pack(
-            _pieces(self.records, self.name, self.tokenizer, self.vocab_size),
+            self._pieces(),
             self.seq_len,
             long_documents=self.long_documents,
             pad_token_id=pad_token_id(self.tokenizer, self.vocab_size),
@@ -88,18 +94,27 @@ class _Stream:
         check_trainable(stats, self.name)
         print_rank0(f"{shortened(self.name, 80)}: {stats.summary(self.seq_len)}")
 
+    def _pieces(self) -> Iterator[Piece]:
+        numbered, said = _numbered(self.records, self.name), set[str]()
+        while batch := list(islice(numbered, BATCH_DOCUMENTS)):
+            places = [f"{self.name} streamed record {n}" for n, _ in batch]
+            documents = [as_document(x, at) for (_, x), at in zip(batch, places, strict=True)]
+            pieces = encode(documents, self.tokenizer, self.vocab_size)
+            for (n, _), document, piece in zip(batch, documents, pieces, strict=True):
+                if document:
+                    self._remark(document, piece, said)
+                yield replace(piece, record=n)
 
-def _pieces(
-    records: IterableDataset,
-    name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int | None,
-) -> Iterator[Piece]:
-    numbered = _numbered(records, name)
-    while batch := list(islice(numbered, BATCH_DOCUMENTS)):
-        documents = [as_document(record, f"{name} streamed record {n}") for n, record in batch]
-        for (n, _), piece in zip(batch, encode(documents, tokenizer, vocab_size), strict=True):
-            yield replace(piece, record=n)
+    def _remark(self, document: Document, piece: Piece, said: set[str]) -> None:
+        """Says once what `remarks.py` says of records on disk; `said` holds what was."""
+        word = token_of_media(piece.input_ids, self.media)
+        remarks = {} if word is None else {word: token_line(document.where, word)}
+        if document.unread:
+            remarks[",".join(document.unread)] = unread_line(document.where, document.unread)
+        for subject, line in remarks.items():
+            if subject not in said:
+                said.add(subject)
+                print_rank0(line)
 
 
 def _numbered(records: IterableDataset, name: str) -> Iterator[tuple[int, dict[str, Any]]]:

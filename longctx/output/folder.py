@@ -73,6 +73,12 @@ def check_output_dir(
         )
 
 
+def keep_pictures(output_dir: Path, files: Iterable[Path]) -> None:
+    """Raises UserError if one of `files`, which records name, lies in a checkpoint or in the final
+    model of the folder: a run deletes them to make way, rotates them, or replaces them."""
+    refuse_lost(_earlier_run(output_dir), files)
+
+
 def clear_output_dir(output_dir: Path, resume: Path | None) -> None:
     """Makes way for the run: what a killed one left half done goes, and so does the run to be
     overwritten; when resuming, checkpoints of later steps are set aside.

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from longctx.data.reading.files import find_files
 from longctx.data.reading.sources import read_documents
+from longctx.data.reading.unread_media import unread_line
 from longctx.data.text.encoding import encode
 from longctx.data.text.tokenizer import load_tokenizer
 from longctx.errors import UserError, many, one_line, printable, say
@@ -176,6 +177,8 @@ def cut_windows(
     """At most `windows` stretches of seq_len tokens, each of one document: the first of every
     document before the second of any."""
     documents = [d for d in read_documents(find_files(files, tell=say)) if d.kind == "text"]
+    for document in [d for d in documents if d.unread][:1]:
+        say(unread_line(document.where, document.unread))
     ids = [piece.input_ids for piece in encode(documents, tokenizer)]
     cut = [
         [tokens[i : i + seq_len] for i in range(0, len(tokens) - seq_len + 1, seq_len)]

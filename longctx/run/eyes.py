@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from longctx.data.reading.groups import SEEN_BY
 from longctx.data.rows import Sight
 from longctx.errors import UserError
+from longctx.model.image_fit import misfit, token_of
 from longctx.model.vision import PREFIXES
 from longctx.options.config import DataArguments, ModelArguments, TrainArguments
 from longctx.options.pixels import pixels_of
@@ -47,20 +48,50 @@ class Eyes:
                 )
             if not installed("PIL"):
                 raise UserError("the data have pictures, which Pillow reads: pip install pillow")
-            from longctx.data.pictures.processor import Pictures
-
-            most = None
-            if data_args.image_pixels:
-                width, height = pixels_of(data_args.image_pixels)
-                most = width * height
-            self.pictures = Pictures.read(
-                *(model_args.model_name_or_path, config, tokenizer, most),
-                trust_remote_code=model_args.trust_remote_code,
-            )
+            self.pictures = _fitting(*self._asked)
         return self.pictures
 
     def sight(self) -> Sight:
         return Sight(self.read, one_document=not self._asked[0].schedules)
+
+
+def _fitting(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Any:
+    """Returns the model's processor. Raises UserError for one that cannot be read, that has no
+    bounds, or that does not fit the model."""
+    from longctx.data.pictures.processor import Pictures
+    from longctx.data.pictures.trial import try_processor
+
+    name, most = str(model_args.model_name_or_path), None
+    if data_args.image_pixels:
+        width, height = pixels_of(data_args.image_pixels)
+        most = width * height
+
+    def read() -> Pictures:
+        trusted = model_args.trust_remote_code
+        return Pictures.read(name, config, tokenizer, most, trust_remote_code=trusted)
+
+    remedy = "put the model's own processor files beside its weights"
+    tried = try_processor(read, name, remedy)
+    pictures, token = read(), token_of(config)
+    word = str(pictures.token if token is None else tokenizer.convert_ids_to_tokens(token))
+    if token is not None and token not in pictures.ids:
+        raise UserError(
+            f"the processor of {name} marks pictures with {pictures.token!r}, and the model's "
+            f"config.json says {word!r} (image_token_id {token}): {remedy}"
+        )
+    for made in tried:
+        if why := misfit(config, made.shapes, made.numbers, made.text.count(word)):
+            width, height = made.size
+            raise UserError(
+                f"the processor of {name} does not fit the model: of {width} x {height} pixels it "
+                f"{why}: {remedy}"
+            )
+    return pictures
 
 
 def eyes_of(

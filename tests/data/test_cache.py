@@ -310,7 +310,7 @@ CORPUS = [
     },
     {"instruction": "a", "input": "b", "output": "c"},
 ]
-ROWS = {3: "268c841a2da9f3a5d900050094eba4cb0584921c571b6292753e5358a3e0e51c"}
+ROWS = {4: "268c841a2da9f3a5d900050094eba4cb0584921c571b6292753e5358a3e0e51c"}
 """Format -> what the rows of CORPUS hash to."""
 
 

@@ -58,7 +58,7 @@ RATED = {
 
 
 def read(record: dict[str, Any], folder: Path, rows: Any = "pairs") -> Any:
-    document = as_document(record, "f:1", rows=rows, pictures=folder)
+    document = as_document(record, "f:1", rows=rows, folder=folder, sees=True)
     assert document is not None and document.kind == "answers_with_pictures"
     return document.content
 
@@ -117,7 +117,7 @@ REFUSED = {
         {**IMAGES, "chosen": "What? Red.", "rejected": "What? Blue."},
         "pictures stand in a prompt, and `chosen` and `rejected` are whole strings: write `prompt`",
     ),
-    "a video": ({**T, "videos": ["a.mp4"]}, "has `videos`: text and images are read"),
+    "a video": ({**T, "videos": ["a.mp4"]}, "has `videos`, which is not read: give frames"),
     "a column and parts": (
         {**T, "prompt": [turn(USER, [RED, TEXT])]},
         "has pictures in turns and in a column: leave one out",
@@ -136,7 +136,7 @@ REFUSED = {
 def test_a_record_is_refused_in_one_line(record, folder) -> None:
     given, said = REFUSED[record]
     with pytest.raises(UserError) as error:
-        as_document(given, "f:1", rows="pairs", pictures=folder)
+        as_document(given, "f:1", rows="pairs", folder=folder, sees=True)
     found = str(error.value)
     assert found.startswith("f:1") and said in found and "\n" not in found
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import base64
 import functools
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from longctx.data.reading.groups import SEEN
+from longctx.data.rows import _pixels, pixels_identity, rows_identity
 from longctx.errors import UserError
 
+Image = pytest.importorskip("PIL.Image")
 small = pytest.importorskip("small_pictures")
 
 
@@ -160,8 +166,61 @@ def test_workers_make_the_same_batches(kind, model_of, tmp_path) -> None:
 def test_a_column_of_images_without_a_conversation(model_of, tmp_path) -> None:
     """As a folder of images is read."""
     small.write(tmp_path, [])
-    found = datasets.Dataset.from_list([{"image": str(tmp_path / "red.png"), "text": "red"}])
-    found.cast_column("image", datasets.Image()).save_to_disk(tmp_path / "dataset")
+    images = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    path = {"path": str(tmp_path / "red.png"), "bytes": None}
+    table = pa.Table.from_pylist([{"image": path, "text": "red"}], schema=images.arrow_schema)
+    datasets.Dataset(table).save_to_disk(tmp_path / "dataset")
     read = small.Read(model_of("llava"), tmp_path, dataset_name=str(tmp_path / "dataset"))
-    with pytest.raises(UserError, match="row 0: expected `messages` or `conversations` beside"):
+    with pytest.raises(UserError, match="row 0: pictures stand in conversations: write `messages`"):
         read.rows()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": small.exchange("<image>What?", "A heron.")},
+        {"prompt": "<image>What?", "completion": "A heron."},
+        {"instruction": "What?", "input": "<image>", "output": "A heron."},
+        {"messages": small.exchange("<image>What?", "A heron."), "images": None},
+        {"messages": small.exchange("<image>What?", "A heron."), "image": []},
+    ],
+)
+def test_a_place_without_a_picture_is_refused_beside_others(record, model_of, tmp_path) -> None:
+    read = small.of_file(model_of("qwen3_vl"), tmp_path, [small.asked("red.png"), record])
+    with pytest.raises(UserError, match="jsonl:2 has <image> in its text and no picture"):
+        read.rows()
+    beside_text = [small.asked("red.png"), {"text": "An <image> of RSS."}]
+    assert len(small.of_file(model_of("qwen3_vl"), tmp_path, beside_text).rows())
+
+
+def test_pixels_are_part_of_a_runs_data(model_of, tmp_path) -> None:
+    """Bytes of files and the processor's settings; no path, no time, no version."""
+
+    def identity(model: Path, folder: Path, *changed: str) -> tuple[Any, str]:
+        folder.mkdir(exist_ok=True)
+        records = [small.asked(name) for name in ("red.png", "green.png")]
+        read = small.of_file(model, folder, records)
+        for name in changed:
+            Image.new("RGB", Image.open(folder / name).size, "black").save(folder / name)
+        rows = read.rows().rows
+        return rows_identity(read.args, rows), pixels_identity(rows, read.pictures)
+
+    model = model_of("qwen3_vl")
+    rows, pixels = identity(model, tmp_path / "a")
+    assert identity(model, tmp_path / "b") == (rows, pixels)
+    assert identity(model, tmp_path / "a", "green.png")[0] == rows  # as many tokens
+    assert identity(model, tmp_path / "a", "green.png")[1] != pixels
+    other = shutil.copytree(model, tmp_path / "model")
+    file = other / "preprocessor_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({**settings, "transformers_version": "0"}))
+    assert identity(other, tmp_path / "c") == (rows, pixels)
+    file.write_text(json.dumps({**settings, "image_mean": [0.1, 0.2, 0.3]}))
+    assert identity(other, tmp_path / "c")[1] != pixels
+
+
+def test_a_held_out_picture_is_no_part_of_what_is_trained() -> None:
+    features = datasets.Features({"pixels": SEEN["pixels"]})
+    hashes = datasets.Dataset.from_dict({"pixels": [5, 0, 7]}, features)
+    found = [_pixels(hashes, np.array(order)) for order in ([0, 1, 2], [2, 0, 1], [0, 1])]
+    assert found[0] == found[1] != found[2]

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from longctx.data.reading.picture_sources import source_of
-from longctx.data.reading.places import MARK, in_parts, read_conversation
+from longctx.data.reading.pictured import read_pictured
+from longctx.data.reading.places import MARK, in_parts
+from longctx.data.reading.records import as_document
 from longctx.errors import UserError
 
 Image = pytest.importorskip("PIL.Image")
@@ -60,17 +62,25 @@ FORMS = {
         ],
         image="a",
     ),
+    "a part without a type": dict(
+        messages=[{"role": "user", "content": [{"image": "a"}, {"text": "What?"}]}, ANSWER]
+    ),
+    "TRL's prompt and completion": dict(
+        prompt=[{"role": "user", "content": ASKED}], completion=[ANSWER], images=["a"]
+    ),
+    "strings": dict(prompt="<image>What?", completion="A heron.", images=["a"]),
+    "Alpaca": dict(instruction="<image>What?", input="", output="A heron.", images=["a"]),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_is_the_same_conversation(form) -> None:
-    found = read_conversation(FORMS[form], "f:1")
-    assert [*map(in_parts, found.messages)] == [
+    content, pictures = read_pictured(FORMS[form], "text", "f:1")
+    assert [*map(in_parts, content["messages"])] == [
         {"role": "user", "content": ASKED},
         {"role": "assistant", "content": [{"type": "text", "text": "A heron."}]},
     ]
-    assert found.pictures == ["a"] and found.untrained == []
+    assert pictures == ["a"] and "untrained" not in content
 
 
 def test_openai_and_several_pictures_in_their_order() -> None:
@@ -89,18 +99,19 @@ def test_openai_and_several_pictures_in_their_order() -> None:
         {"role": "user", "content": [{"type": "image", "image": "d"}]},
         ANSWER,
     ]
-    found = read_conversation({"messages": turns}, "f:1")
-    assert found.pictures == [url["image_url"], "data:image;base64,BB==", "c", "d"]
-    assert [part["type"] for part in in_parts(found.messages[1])["content"]] == [
+    content, pictures = read_pictured({"messages": turns}, "text", "f:1")
+    assert pictures == [url["image_url"], "data:image;base64,BB==", "c", "d"]
+    assert [part["type"] for part in in_parts(content["messages"][1])["content"]] == [
         *("text", "image", "image", "text", "image")
     ]
-    assert in_parts(found.messages[3])["content"] == [PLACE] and found.untrained == [2]
+    assert in_parts(content["messages"][3])["content"] == [PLACE]
+    assert content["untrained"] == [2]
 
 
 def test_text_alone_has_none() -> None:
     record = dict(messages=[{"role": "user", "content": "Write <image>."}, ANSWER])
-    found = read_conversation(record, "f:1")
-    assert found.messages[0]["content"] == "Write <image>."
+    content, pictures = read_pictured(record, "text", "f:1")
+    assert content["messages"][0]["content"] == "Write <image>." and not pictures
 
 
 @pytest.mark.parametrize(
@@ -109,11 +120,23 @@ def test_text_alone_has_none() -> None:
         (dict(images=["a", "b"]), "f:1 has 1 image parts or <image> and 2 pictures"),
         (dict(images=[]), "f:1 has 1 image parts or <image> and 0 pictures"),
         ({}, "f:1 has 1 image parts or <image> and 0 pictures"),
+        *(
+            (
+                dict(messages=[{"role": "user", "content": [{**PLACE, "image": "a", **own}]}]),
+                f"f:1: turn 1 of `messages` has a picture with `{[*own][0]}`, which is not read",
+            )
+            for own in (dict(resized_height=16), dict(max_pixels=9), dict(detail="low"))
+        ),
+        (dict(images=[{"path": "a", "min_pixels": 4}]), "f:1: `images` has a picture with"),
+        (
+            dict(messages=[{"role": "user", "content": [{**PLACE, **TEXT, "type": "image"}]}]),
+            "has a part with a picture and `text`",
+        ),
         (dict(images=["a"], image="a"), "f:1 has `images` and `image`: leave one out"),
-        (dict(videos=["v"], images=["a"]), "f:1 has `videos`: text and images are read"),
+        (dict(videos=["v"], images=["a"]), "f:1 has `videos`, which is not read: give frames"),
         (
             dict(messages=[{"role": "user", "content": [{"type": "video"}]}, ANSWER]),
-            "f:1: turn 1 of `messages` has a part of type video: text and images are read",
+            "f:1: turn 1 of `messages` has a video in a part, which is not read: give frames of it",
         ),
         (
             dict(messages=[{"role": "user", "content": f"{MARK}"}, ANSWER], images=["a"]),
@@ -133,18 +156,18 @@ def test_text_alone_has_none() -> None:
         (dict(messages=[{"role": "user", "content": [{"type": "x"}]}, ANSWER]), "not text"),
         (dict(messages=[{"role": "user", "content": ASKED}]), "no assistant turn"),
         (dict(messages="x"), "`messages` must be a list of turns"),
-        (dict(messages=None), "expected `messages` or `conversations` beside pictures"),
+        (dict(messages=None), "found `messages` (null)"),
         (
             dict(messages=[{"role": "user", "content": "?"}, {**ANSWER, "content": ASKED}])
             | dict(images=["a"]),
-            "f:1: turn 2 of `messages` is an answer with a picture",
+            "f:1: answer 1 has a picture: models that are trained here write text alone",
         ),
     ],
 )
 def test_what_is_refused(change, said) -> None:
     record = dict(messages=[{"role": "user", "content": ASKED}, ANSWER]) | change
     with pytest.raises(UserError) as error:
-        read_conversation(record, "f:1")
+        as_document(record, "f:1", folder=Path("nowhere"), sees=True)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 

@@ -74,7 +74,10 @@ def test_a_users_turn_may_say_that_it_is_not_trained(keys):
         ({"content": [{"type": "text", "text": "a", "train": False}]}, "a part with `train`"),
         ({"content": [{"type": "text", "text": "a", "weight": 0}]}, "a part with `weight`"),
         ({"content": [{"type": "thinking", "text": "hm"}]}, "a part that is not text"),
-        ({"content": [{"type": "image", "text": "a cat"}]}, "a part that is not text"),
+        (
+            {"content": [{"type": "image", "text": "a cat"}]},
+            "a picture in a part, which is not read",
+        ),
         ({"reasoning_content": ["hm"]}, "`reasoning_content` must be a string, found a list"),
         ({"thinking": True}, "`thinking` must be a string, found a boolean"),
         ({"reasoning": "a", "reasoning_content": "b"}, "differ: leave one out"),

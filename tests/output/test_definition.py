@@ -173,3 +173,12 @@ def test_models_that_no_checkpoint_holds_are_compared(name: str, what: str) -> N
     assert list(changed) == [name]
     assert f"{name} (the {what}" in changed[name] and "one -> two" in changed[name]
     assert not differences(define([], **same), now)
+
+
+def test_pictures_that_changed_are_named() -> None:
+    """Of runs that both say which they had, unless other rows say more."""
+    now = {"data": "x", "model": {}, "pictures": "b"}
+    assert [*differences({**now, "pictures": "a"}, now)] == ["pictures"]
+    assert not differences({"data": "x", "model": {}}, now)
+    assert [*differences({**now, "data": "y", "pictures": "a"}, now)] == ["data"]
+    assert [*differences({**now, "seed": 1, "pictures": "a"}, {**now, "seed": 2})] == ["seed"]

@@ -21,6 +21,7 @@ from longctx.output.folder import (
     check_disk_space,
     check_output_dir,
     clear_output_dir,
+    keep_pictures,
     lock_folder,
 )
 from longctx.output.inputs import named_inputs
@@ -188,6 +189,37 @@ def test_values_of_options_are_inputs_too(placed: Path) -> None:
     data = DataArguments(train_file=["run/final", "nowhere"], cache_dir="run/checkpoint-2")
     found = named_inputs([], model, data)
     assert found == list(map(Path, ("run/model", "kept", "run/final", "run/checkpoint-2")))
+
+
+LEADS = {
+    "adapter_config.json": '{"base_model_name_or_path": "run/final"}',
+    "preprocessor_config.json": '{"image_processor": {"file": "run/checkpoint-2/p.json"}}',
+    "README.md": "---\nconfigs:\n- data_files:\n  - ../run/final/*.parquet\n---\n",
+}
+
+
+@pytest.mark.parametrize("name", LEADS)
+def test_what_a_folder_names_is_an_input_too(name, placed: Path) -> None:
+    """Through one folder more, which is a link."""
+    given, inner = placed / "given", placed / "inner"
+    given.mkdir()
+    inner.mkdir()
+    (placed / "run" / "checkpoint-2" / "p.json").write_text("{}")
+    (inner / name).write_text(LEADS[name])
+    (given / "link").symlink_to(inner)
+    (given / "config.json").write_text('{"_name_or_path": "run/final", "model_type": "llama"}')
+    args = arguments(Path("run"), overwrite_output_dir=True)
+    with pytest.raises(UserError, match="would be deleted to make way for this run, which reads"):
+        check_output_dir(Path("run"), args, None, named_inputs([str(given)]))
+    (inner / name).write_text("[")  # its own reader says what is wrong
+    check_output_dir(Path("run"), args, None, named_inputs([str(given)]))
+
+
+def test_pictures_that_records_name_are_kept(placed: Path) -> None:
+    for name in ("run/final/a.png", "run/checkpoint-2/deep/a.png"):
+        with pytest.raises(UserError, match="would be deleted to make way for this run, which"):
+            keep_pictures(Path("run"), iter([placed / name]))
+    keep_pictures(Path("run"), iter([placed / "run/pictures/a.png", placed / "other/a.png"]))
 
 
 def test_disk_space_for_weights_and_adam_states(tmp_path: Path, monkeypatch) -> None:

@@ -131,6 +131,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, flags_of, model_of, tmp_pa
     assert names and not any(map(sees, names))
     files = {path.name for path in model_of(kind).iterdir()}
     assert files <= {path.name for path in (tmp_path / "whole" / "final").iterdir()}
+    shutil.copy(tmp_path / "green.png", tmp_path / "red.png")  # as large, so as many tokens
+    with pytest.raises(UserError, match=r"is of another run: pictures \(files of them"):
+        run(flags, tmp_path / "parts", "--resume_from_checkpoint", "true", "--max_steps", "6")
 
 
 @pytest.mark.parametrize("lora", [[], ["--lora_r", "4"]], ids=["whole", "adapters"])
@@ -231,7 +234,7 @@ RECORDS = {
     "base64 of no picture": (small.asked("data:image/png;base64,AAAA"), "picture 1 is no picture"),
     "in an answer": (
         {"messages": [*small.asked()["messages"], ANSWERED]},
-        "turn 3 of `messages` is an answer with a picture",
+        "answer 2 has a picture: models that are trained here write text alone",
     ),
     "the image token in a text": (
         small.asked("red.png", question="What does <|image_pad|> mean?"),
@@ -378,3 +381,16 @@ def test_a_picture_that_changes_under_way(becomes, flags_of, tmp_path, monkeypat
         run(flags, tmp_path / "run")
     said = str(error.value)
     assert "\n" not in said and "red.png" in said
+
+
+def test_pictures_in_the_earlier_run_are_not_deleted(flags_of, tmp_path) -> None:
+    """Records outside of it name them: before a model is loaded, and overwriting or resuming."""
+    flags, out = flags_of("qwen3_vl"), tmp_path / "run"
+    (out / "final").mkdir(parents=True)
+    (out / "final" / "config.json").write_text("{}")
+    shutil.copy(tmp_path / "red.png", out / "final")
+    (tmp_path / "red.png").unlink()
+    (tmp_path / "red.png").symlink_to(out / "final" / "red.png")
+    with pytest.raises(UserError, match=r"run/final would be deleted .* reads .*red\.png"):
+        run(flags, out, "--overwrite_output_dir")
+    assert (out / "final" / "red.png").exists()

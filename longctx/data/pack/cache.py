@@ -1,11 +1,11 @@
 """Files under cache_dir, named by their format and a hash of everything they are made from.
 
-    documents-v3-<hash>.arrow    what was read                 each with its checksum beside it
-    tokens-v3-<hash>.arrow       4 bytes and a bit a token     (.arrow.xxh3)
-    rows-v3-<hash>.arrow         12 bytes a token
-    rows-v3-<hash>.json          what was said when they were packed
-    reference-v3-<hash>.arrow    8 bytes an answer: a reference model's log-probabilities
-    tokenizer-v3-<hash>.json     the default tokenizer
+    documents-v4-<hash>.arrow    what was read                 each with its checksum beside it
+    tokens-v4-<hash>.arrow       4 bytes and a bit a token     (.arrow.xxh3)
+    rows-v4-<hash>.arrow         12 bytes a token
+    rows-v4-<hash>.json          what was said when they were packed
+    reference-v4-<hash>.arrow    8 bytes an answer: a reference model's log-probabilities
+    tokenizer-v4-<hash>.json     the default tokenizer
 
 A file is written beside its place, flushed to disk and renamed, so that neither a killed run nor a
 power cut leaves a half file that looks whole. Who writes holds a lock on what it writes, which the
@@ -43,7 +43,7 @@ from longctx.errors import UserError, print_rank0
 from longctx.safety.checksum import checksum
 from longctx.safety.files import MOST_JSON_BYTES, read_small
 
-FORMAT = 3
+FORMAT = 4
 """Of the files, and of what tokenising and packing make of an input: a change that gives other
 rows raises it (tests/data/test_cache.py knows the rows of this one)."""
 KINDS = ("documents", "tokens", "rows", "reference", "tokenizer")

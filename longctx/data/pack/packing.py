@@ -55,6 +55,8 @@ class Piece:
     """Which record of the data it comes from, so that a bad row can name its documents."""
     pictures: int = 0
     """Pictures among its tokens; such a document is never cut."""
+    pixels: int = 0
+    """63 bits that tell its pictures from others; 0 if it has none."""
 
     def __len__(self) -> int:
         return len(self.input_ids)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from longctx.data.pictures.picture import held, pixels_hash
 from longctx.data.pictures.processor import Pictures
 from longctx.data.reading.picture_sources import source_named
 from longctx.errors import UserError
@@ -19,15 +20,16 @@ def strange(where: str, word: str) -> str:
     return f"{where}: a text has {word!r}, which stands for a part of a picture: leave it out"
 
 
-def texts_of(named: Sequence[Any], pictures: Pictures, where: str) -> list[str]:
-    """Returns the text that stands for each picture of a record, all of which are opened. Raises
-    UserError starting with `where` for one that is none."""
-    found = []
+def texts_of(named: Sequence[Any], pictures: Pictures, where: str) -> tuple[list[str], int]:
+    """Returns the text that stands for each picture of a record, and the hash of them all
+    (`pixels_hash`). Each is read and opened once. Raises UserError starting with `where` for one
+    that is none."""
+    texts, read = [], []
     for number, name in enumerate(named, 1):
         at = f"{where}: picture {number}"
-        size = pictures.opened(source_named(name, at), at).size
-        found.append(pictures.text_of(size, at))
-    return found
+        read.append(held(source_named(name, at), at))
+        texts.append(pictures.text_of(pictures.opened(read[-1], at).size, at))
+    return texts, pixels_hash(read)
 
 
 def expanded(

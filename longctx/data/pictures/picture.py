@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import xxhash
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from longctx.data.reading.picture_sources import Source
@@ -27,6 +28,31 @@ MOST_TIMES_WIDER = 200
 """Towers refuse narrower ones, as a file that holds one line of pixels."""
 _WIDE = ("I;16", "I;16B", "I;16L", "I;16N")
 _SIMPLE = ("RGB", "L")
+
+
+def held(source: Source, at: str) -> bytes | Image.Image:
+    """Returns the bytes of a picture's file, or the picture that is in memory. Raises UserError
+    starting with `at` for a file that cannot be read or is too large."""
+    if isinstance(source, Image.Image):
+        return source
+    try:
+        nbytes = len(source) if isinstance(source, bytes) else source.stat().st_size
+        if nbytes > MOST_BYTES:
+            raise UserError(f"{at} has {nbytes >> 20} MiB: at most {MOST_BYTES >> 20} are read")
+        return source if isinstance(source, bytes) else source.read_bytes()
+    except OSError as error:
+        raise UserError(f"{at} cannot be read: {_said(error)}") from None
+
+
+def pixels_hash(pictures: Sequence[bytes | Image.Image]) -> int:
+    """Returns 63 bits that differ where the bytes of files do, or the pixels of pictures in memory;
+    0 of no picture. Paths and times do not count."""
+    found = xxhash.xxh3_64()
+    for picture in pictures:
+        if isinstance(picture, Image.Image):
+            picture = f"{picture.mode} {picture.size} ".encode() + picture.tobytes()
+        found.update(xxhash.xxh3_64_digest(picture))
+    return found.intdigest() >> 1 if pictures else 0  # of int64
 
 
 def picture_of(source: Source, at: str) -> Image.Image:
@@ -77,14 +103,9 @@ def _opened(source: Source, at: str) -> Iterator[Image.Image]:
         _check(source, at)
         yield source
         return
-    try:
-        nbytes = len(source) if isinstance(source, bytes) else source.stat().st_size
-        file = io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
-    except OSError as error:
-        raise UserError(f"{at} cannot be read: {_said(error)}") from None
-    with file:
-        if nbytes > MOST_BYTES:
-            raise UserError(f"{at} has {nbytes >> 20} MiB: at most {MOST_BYTES >> 20} are read")
+    data = held(source, at)
+    assert isinstance(data, bytes)
+    with io.BytesIO(data) as file:
         with _decoding(at), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what is refused below
             image = Image.open(file, formats=FORMATS)

@@ -13,29 +13,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 from transformers import AutoProcessor, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from longctx.constants import TOKEN_TYPES
 from longctx.data.pictures.picture import picture_of
 from longctx.data.reading.picture_sources import Source
 from longctx.errors import UserError, one_line
+from longctx.safety.files import read_json
 from longctx.safety.system import expanded
 
 TEXT = ("input_ids", "attention_mask", *TOKEN_TYPES, "num_crops")
 """Names in a processor's output that are of text, or that no model takes as an argument."""
+FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 class Pictures:
     """A processor, and the most pixels that a picture may have."""
 
-    def __init__(self, processor: Any, tokenizer: Any, most_pixels: int | None = None) -> None:
+    def __init__(
+        self, processor: Any, tokenizer: Any, most_pixels: int | None = None, settings: Any = None
+    ) -> None:
         self._processor, self._tokenizer, self.most_pixels = processor, tokenizer, most_pixels
+        self.settings = settings
+        """What the processor's files say: pixels are made from it."""
         self.token: str = processor.image_token
         """The text that marks a place."""
         self._texts: dict[tuple[int, int], str] = {}
@@ -61,6 +70,8 @@ class Pictures:
                 if not config.model_type.startswith("qwen"):
                     raise
                 found = _QwensPictures(path, config, tokenizer)
+            if getattr(found, "image_processor", None) is None:
+                raise ValueError("it has no image processor")
             if not isinstance(found.image_token, str):
                 raise ValueError("it names no token of images")
         except ImportError as error:
@@ -68,6 +79,8 @@ class Pictures:
             raise UserError(
                 f"the processor of {name} needs {missing}: pip install {missing}"
             ) from error
+        except MemoryError:
+            raise
         except Exception as error:  # a stranger's files
             raise UserError(
                 f"{name} has no processor that reads pictures ({one_line(error, 160)}): it needs "
@@ -76,7 +89,7 @@ class Pictures:
         template = getattr(found, "chat_template", None)
         if not tokenizer.chat_template and template:
             tokenizer.chat_template = template
-        return cls(found, tokenizer, most_pixels)
+        return cls(found, tokenizer, most_pixels, _settings(path))
 
     def identity(self) -> list[Any]:
         """All of it that decides which tokens stand for a picture."""
@@ -105,6 +118,8 @@ class Pictures:
                 options = dict(return_text_replacement_offsets=True, add_special_tokens=False)
                 found = self._processor(text=[self.token], images=[blank], **options)
                 ((offsets,),) = found["text_replacement_offsets"]
+            except MemoryError:
+                raise
             except Exception as error:  # as for a picture that is too narrow
                 raise UserError(f"{at}: the processor refuses it: {one_line(error)}") from error
             self._texts[size] = offsets["replacement"]
@@ -114,6 +129,12 @@ class Pictures:
         """Returns how many tokens stand for parts of such a picture. Raises as `text_of` does."""
         text = self.text_of(size, at)
         return sum(text.count(word) for word in self.words)
+
+    @property
+    def ids(self) -> list[Any]:
+        """The ids of the tokens that stand for parts of a picture, as the processor has them."""
+        found: list[Any] = [*self._processor.image_token_ids]
+        return found
 
     @cached_property
     def words(self) -> list[str]:
@@ -131,7 +152,7 @@ class Pictures:
     @cached_property
     def _ids(self) -> np.ndarray:
         """The ids of the tokens whose embeddings are features."""
-        return np.array(self._processor.image_token_ids)
+        return np.array(self.ids)
 
     def seen(self, ids: np.ndarray) -> np.ndarray:  # any shape, bool
         """Returns which tokens stand for a part of a picture."""
@@ -144,25 +165,37 @@ class Pictures:
         return {name: x for name, x in found.items() if name not in TEXT}
 
 
+def _settings(path: str) -> list[Any]:
+    """Returns the content of a processor's files, but for the version that wrote them."""
+    found: list[Any] = []
+    for name in FILES:
+        with suppress(OSError, ValueError, TypeError, AttributeError):  # not there, or no object
+            file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+            content = {} if file is None else read_json(Path(file))
+            content.pop("transformers_version", None)
+            found.append(content)
+    return found
+
+
 class _QwensPictures:
     """The processor of a model of Qwen's without videos, for which it asks for torchvision."""
 
     def __init__(self, path: str, config: PretrainedConfig, tokenizer: Any) -> None:
         from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pillows
 
-        self._images = pillows.Qwen2VLImageProcessorPil.from_pretrained(path)
+        self.image_processor = pillows.Qwen2VLImageProcessorPil.from_pretrained(path)
         self._kind = config.model_type
         self.image_token = tokenizer.convert_ids_to_tokens(config.image_token_id)
         self.image_token_ids = [config.image_token_id]
 
     def to_json_string(self) -> str:
-        return self._kind + str(self._images.to_json_string())
+        return self._kind + str(self.image_processor.to_json_string())
 
     def __call__(self, images: Any, text: Any = None, **options: Any) -> dict[str, Any]:
-        found = self._images(images, return_tensors="pt")
+        found = self.image_processor(images, return_tensors="pt")
         if text is None:
             return {**found}
-        side = self._images.merge_size
+        side = self.image_processor.merge_size
         tokens = [int(grid.prod()) // side**2 for grid in found["image_grid_thw"]]
         offsets = [{"replacement": self.image_token * count} for count in tokens]
         return {**found, "mm_token_type_ids": None, "text_replacement_offsets": [offsets]}

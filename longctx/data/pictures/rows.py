@@ -22,14 +22,15 @@ from PIL import Image
 from tqdm import tqdm
 
 from longctx.data.pictures.picture import is_plain, picture_of
-from longctx.data.reading.picture_sources import Source, source_of
-from longctx.data.reading.places import in_parts, read_conversation
+from longctx.data.reading.picture_sources import Source, source_named
+from longctx.data.reading.places import in_parts
+from longctx.data.reading.records import CHATS, as_document
 from longctx.data.reading.values import parse_json
 from longctx.errors import UserError
 
 
 def conversations(file: str | Path, folder: str | Path | None = None) -> list[dict[str, Any]]:
-    """Reads a JSONL file, one record a line (places.py has their forms).
+    """Reads a JSONL file, one record a line (pictured.py has their forms).
 
     Args:
         file: the JSONL file.
@@ -61,20 +62,23 @@ def _lines(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _row(line: str, where: str, folder: Path) -> dict[str, Any]:
-    record = parse_json(line, where)
-    if not isinstance(record, dict):
-        raise UserError(f"{where}: expected an object")
-    found = read_conversation(record, where)
-    if found.untrained:
+    found = as_document(parse_json(line, where), where, folder=folder, sees=True)
+    if found is None or found.kind not in CHATS:
+        raise UserError(f"{where}: expected `messages` or `conversations`")
+    content = dict(found.content)
+    turns, named = content.pop("messages"), content.pop("pictures", [])
+    if "untrained" in content:
         raise UserError(
             f"{where}: `train` and `weight` of single turns do not reach other trainers: leave "
             "them out"
         )
+    for name in content:
+        raise UserError(f"{where}: `{name}` does not reach other trainers from here: leave it out")
     images = []
-    for number, given in enumerate(found.pictures, 1):
+    for number, given in enumerate(named, 1):
         at = f"{where}: picture {number}"
-        images.append(_kept(source_of(given, folder, at), at))
-    return {"messages": [*map(in_parts, found.messages)], "images": images}
+        images.append(_kept(source_named(given, at), at))
+    return {"messages": [*map(in_parts, turns)], "images": images}
 
 
 def _kept(source: Source, at: str) -> dict[str, Any]:

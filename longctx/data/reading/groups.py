@@ -57,6 +57,8 @@ class Group:
     an answer."""
     pictures: int = 0
     """Pictures in the prompt, which is never cut then."""
+    pixels: int = 0
+    """63 bits that tell them from others; 0 if there are none."""
 
     def __len__(self) -> int:
         return len(self.prompt) + sum(map(len, self.answers))
@@ -77,8 +79,9 @@ GROUP_TOKEN_FEATURES = Features(
     }
 )
 """The columns in which tokenised groups are kept on disk, 4 bytes a token."""
-GROUP_SEEN_FEATURES = Features({**GROUP_TOKEN_FEATURES, "pictures": Value("int32")})
-"""Those of groups for a model that sees pictures."""
+SEEN = {"pictures": Value("int32"), "pixels": Value("int64")}
+"""The columns of tokens for a model that sees pictures: how many, and their hash."""
+GROUP_SEEN_FEATURES = Features({**GROUP_TOKEN_FEATURES, **SEEN})
 
 
 def columns_of(group: Group) -> dict[str, Any]:
@@ -91,6 +94,7 @@ def columns_of(group: Group) -> dict[str, Any]:
         "margin": np.float32(np.nan if group.margin is None else group.margin),
         "dropped": group.dropped,
         "pictures": group.pictures,
+        "pixels": group.pixels,
     }
 
 
@@ -102,6 +106,7 @@ def group_of(
     dropped: int,
     record: int,
     pictures: int = 0,
+    pixels: int = 0,
 ) -> Group:
     """The group that `columns_of` wrote."""
     prompt, *answers = np.split(input_ids, np.cumsum(lengths)[:-1])
@@ -113,4 +118,5 @@ def group_of(
         None if margin is None or np.isnan(margin) else float(margin),
         int(dropped),
         pictures,
+        pixels,
     )

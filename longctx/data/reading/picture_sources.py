@@ -14,13 +14,13 @@ import base64
 import binascii
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import pyarrow
 import pyarrow.compute
-from datasets import Dataset, Image, List
+from datasets import Audio, Dataset, Image, IterableDataset, List, Video
 
-from longctx.data.reading.places import COLUMNS
+from longctx.data.reading.media import PICTURES
 from longctx.data.reading.values import kind
 from longctx.errors import UserError
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
 
 Source: TypeAlias = "Path | bytes | Decoded"
 DATA_URL = "data:"
+_Records = TypeVar("_Records", Dataset, IterableDataset)
 
 
 def named_source(given: Any, folder: Path, at: str) -> str | bytes | Decoded:
@@ -49,15 +50,23 @@ def source_named(named: str | bytes | Decoded, at: str) -> Source:
     return _decoded(named, at) if named.startswith(DATA_URL) else Path(named)
 
 
-def undecoded(records: Dataset) -> Dataset:
-    """Returns a dataset whose columns of pictures hold their files: decoding is ours."""
-    for name in COLUMNS:
-        feature = records.features.get(name)
-        if isinstance(feature, Image):
-            records = records.cast_column(name, Image(decode=False))
-        elif isinstance(getattr(feature, "feature", None), Image):
-            records = records.cast_column(name, List(Image(decode=False)))
+def undecoded(records: _Records) -> _Records:
+    """Returns a dataset whose columns of pictures, videos and sounds hold their files: decoding
+    pictures is ours, and nothing decodes the others."""
+    for name, feature in (records.features or {}).items():
+        bare = _undecoded(feature)
+        if bare is not None:
+            records = records.cast_column(name, bare)
     return records
+
+
+def _undecoded(feature: Any) -> Any | None:
+    """Returns a column's type that decodes nothing; None for one that decodes nothing now."""
+    if isinstance(feature, (Image, Audio, Video)):
+        return type(feature)(decode=False) if feature.decode else None
+    inner = getattr(feature, "feature", None)
+    bare = None if inner is None else _undecoded(inner)
+    return None if bare is None else List(bare)
 
 
 def trusted(value: Any, feature: Any) -> Any:
@@ -73,7 +82,7 @@ def trusted(value: Any, feature: Any) -> Any:
 def linked_files(records: Dataset, folder: Path) -> Iterator[Path]:
     """Yields the files that the columns of pictures of `undecoded` records name, of which some may
     be missing. Bytes that records hold are not read."""
-    for name in {*COLUMNS} & {*records.column_names}:
+    for name in {*PICTURES} & {*records.column_names}:
         for values in records.data.column(name).chunks:
             while pyarrow.types.is_list(values.type) or pyarrow.types.is_large_list(values.type):
                 values = values.flatten()
@@ -127,9 +136,9 @@ def _decoded(url: str, at: str) -> bytes:
 
 
 def _inside(name: str, folder: Path, at: str) -> Path:
+    path = folder.absolute() / name
     try:
-        path = (folder / name).resolve()
-        inside = path.is_relative_to(folder.resolve())
+        inside = path.resolve().is_relative_to(folder.resolve())
         there = path.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a NUL
         raise UserError(f"{at} is no path: {error}") from None

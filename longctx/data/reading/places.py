@@ -9,73 +9,42 @@ write where a picture stands.
     {"conversations": [{"from": "human", "value": "<image>\\nWhat is this?"}, ...],
      "image": "heron.jpg"}                                                 LLaVA, LLaMA-Factory
 
-All become messages with a mark in their text at each place, and one list of pictures in the order
-of the places; `in_parts` makes lists of text and places of such messages. Without a place pictures
-stand before the first question, as TRL has them. Roles, names and what is trained are read as those
-of any conversation (reading/turns.py). Pictures are seen, never written: an answer has none.
-pictured_groups.py reads prompts with pictures, whose answers are compared or rated.
+All become turns with a mark in their text at each place, and one list of pictures in the order of
+the places; `in_parts` makes lists of text and places of such messages. Without a place pictures
+stand before the first question, as TRL has them. pictured.py reads the marked records. A picture is
+shown as the processor has it: a part that asks for a size of its own is refused.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from longctx.data.reading.turns import NAMES, check_some_trained, read_turns
+from longctx.data.reading.media import PICTURES, part_medium
+from longctx.data.reading.turns import TURNS
 from longctx.errors import UserError, many
 
 MARK = "\x00image\x00"
 WRITTEN = "<image>"
 """The text by which LLaVA and LLaMA-Factory mark where a picture stands. It is read so only in a
 record that has a column of pictures."""
-COLUMNS = ("images", "image")
-TURNS = (*NAMES, "prompt", "completion", "chosen", "rejected")
-"""The keys under which a record may have turns with places."""
-_TYPES = ("image", "image_url", "input_image")
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """A record's messages, with MARK at each place of their texts, and what describes the picture
-    of each (picture.py)."""
-
-    messages: list[dict[str, Any]]
-    untrained: list[int]
-    """The numbers of the assistant turns that are not trained."""
-    pictures: list[Any]
+_SOURCES = ("image", "image_url", "path", "url", "base64")
+_OWN_SIZE = re.compile(r"pixels|resize|resolution|crop|detail|(^|_)size$|_edge$|tiles|patches")
+"""Keys that ask for a picture in a size of its own: `resized_height`, `max_pixels`, `detail`."""
+_AS_IT_IS = {"detail": ("auto",)}
+"""Values of such keys that ask for what is done anyway."""
 
 
 def has_pictures(record: Mapping[str, Any]) -> bool:
     """Whether a record names pictures, in a column or in parts of its turns."""
-    if any(record.get(name) for name in COLUMNS):
+    if any(record.get(name) for name in PICTURES):
         return True
     turns = [turn for name in TURNS for turn in _as_list(record.get(name))]
     turns = [turn for turn in turns if isinstance(turn, Mapping)]
     contents = (turn.get(name) for turn in turns for name in ("content", "value"))
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(isinstance(part, Mapping) and part.get("type") in _TYPES for part in parts)
-
-
-def read_conversation(record: Mapping[str, Any], where: str) -> Conversation:
-    """Raises UserError starting with `where` for turns that are not understood, pictures without a
-    place, places without a picture, pictures in an answer, and parts that are neither text nor
-    images."""
-    key = next((name for name in NAMES if record.get(name) is not None), None)
-    if key is None:
-        raise UserError(f"{where}: expected `messages` or `conversations` beside pictures")
-    column = column_of(record, where)
-    marked, own = marked_turns(record[key], key, column is not None, where)
-    messages, untrained = read_turns(marked, key, where)
-    check_some_trained(messages, untrained, where)
-    pictures = pictures_of_places(messages, own, column, where)
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant" and MARK in message["content"]:
-            raise UserError(
-                f"{where}: turn {number + 1} of `{key}` is an answer with a picture: models that "
-                "are trained here write text alone"
-            )
-    return Conversation(messages, untrained, pictures)
+    return any(isinstance(part, Mapping) and _is_picture(part) for part in parts)
 
 
 def in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,17 +55,17 @@ def in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def column_of(record: Mapping[str, Any], where: str) -> list[Any] | None:
     """Returns a record's column of pictures; None if it has none. Raises UserError starting with
-    `where` for two of them, and for videos and sounds."""
-    given = [name for name in COLUMNS if record.get(name) is not None]
+    `where` for two of them, and for a picture that asks for a size of its own."""
+    given = [name for name in PICTURES if record.get(name) is not None]
     if len(given) > 1:
         raise UserError(f"{where} has `images` and `image`: leave one out")
-    for name in ("videos", "video", "audios", "audio"):
-        if record.get(name):
-            raise UserError(f"{where} has `{name}`: text and images are read")
     if not given:
         return None
     found = record[given[0]]
-    return found if isinstance(found, list) else [found]
+    found = found if isinstance(found, list) else [found]
+    for picture in found:
+        _check_size(picture, f"{where}: `{given[0]}`")
+    return found
 
 
 def marked_turns(turns: Any, key: str, has_column: bool, where: str) -> tuple[Any, list[Any]]:
@@ -134,17 +103,34 @@ def _part(part: Any, own: list[Any], has_column: bool, at: str) -> Any:
         return marked_text(part, has_column, at)
     if not isinstance(part, Mapping):
         return part
-    if part.get("type") in _TYPES:
-        named = (part.get(name) for name in ("image", "image_url", "path", "url", "base64"))
-        found = next((source for source in named if source is not None), None)
+    if _is_picture(part):
+        found = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
+        for asked in (part, found):
+            _check_size(asked, at)
+        if part.get("text"):
+            raise UserError(f"{at} has a part with a picture and `text`: write a part of each")
         if found is not None:
             own.append(_whole(found, part))
         return MARK
-    if part.get("type") in ("video", "audio", "input_audio", "video_url"):
-        raise UserError(f"{at} has a part of type {part['type']}: text and images are read")
     if isinstance(part.get("text"), str):
         return {**part, "text": marked_text(part["text"], has_column, at)}
     return part
+
+
+def _is_picture(part: Mapping[str, Any]) -> bool:
+    untyped = part.get("type") is None and isinstance(part.get("text"), str)
+    return part_medium(part) == "image" and not untyped
+
+
+def _check_size(picture: Any, at: str) -> None:
+    for key, value in picture.items() if isinstance(picture, Mapping) else ():
+        if value is None or value in _AS_IT_IS.get(key, ()):
+            continue
+        if isinstance(key, str) and _OWN_SIZE.search(key):
+            raise UserError(
+                f"{at} has a picture with `{key}`, which is not read: write the picture in that "
+                "size, or limit all of them with --image_pixels"
+            )
 
 
 def _whole(found: Any, part: Mapping[str, Any]) -> Any:

@@ -61,8 +61,7 @@ def read_documents(
             )
         try:
             if of_records:
-                folder = path.absolute().parent if sees else None
-                share = yield from _read_records(path, rows, most, folder)
+                share = yield from _read_records(path, rows, most, sees=sees)
             elif texts < most:
                 share = yield from _read_text(path)
                 texts += 1
@@ -96,11 +95,13 @@ def _read_text(path: Path) -> Reading:
     return replaced / size_bytes
 
 
-def _read_records(path: Path, rows: Rows, most: int, pictures: Path | None) -> Reading:
-    text = Text(path)
+def _read_records(path: Path, rows: Rows, most: int, *, sees: bool) -> Reading:
+    text, folder = Text(path), path.absolute().parent
     count = 0
     for found in _values(text):
-        document = as_document(found.value, found.where, found.replaced_bytes, rows, pictures)
+        document = as_document(
+            found.value, found.where, found.replaced_bytes, rows, folder, sees=sees
+        )
         if document is not None:
             yield document
             count += 1

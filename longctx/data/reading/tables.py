@@ -27,9 +27,10 @@ from datasets import Dataset
 
 from longctx.data.reading.json_values import Found, has_form
 from longctx.data.reading.kinds import record_suffix
+from longctx.data.reading.media import PICTURES
 from longctx.data.reading.opened import Text, check_growth
 from longctx.data.reading.picture_sources import DATA_URL, undecoded
-from longctx.data.reading.places import COLUMNS, TURNS
+from longctx.data.reading.turns import TURNS
 from longctx.data.reading.values import read_row
 from longctx.errors import UserError, many, one_line, printable
 
@@ -216,7 +217,7 @@ def _turns_or_text(cell: str) -> Any:
 def _named_pictures(record: dict[str, Any]) -> dict[str, Any]:
     """The record with a data URL for each picture whose bytes it holds."""
     return {
-        key: _without_bytes(value) if key in (*COLUMNS, *TURNS) else value
+        key: _without_bytes(value) if key in (*PICTURES, *TURNS) else value
         for key, value in record.items()
     }
 

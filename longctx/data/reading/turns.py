@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from longctx.data.reading.media import COLUMNS, CURES, NOUNS, PARTS, part_medium
 from longctx.data.reading.values import check_depth, fault, is_flag, kind, parse_json, shown
 from longctx.errors import UserError
 
@@ -33,14 +34,18 @@ ROLES = {
 """A role in small letters -> what chat templates call it."""
 NAMES = {"messages": ("role", "content"), "conversations": ("from", "value")}
 """How a turn's role and text are called in a list of this name; both pairs are read in either."""
+TURNS = (*NAMES, "prompt", "completion", "chosen", "rejected")
+"""The keys under which a record may have turns."""
 TEXT_PARTS = (None, "text", "input_text", "output_text")
 TRAINED = ("train", "training", "loss", "weight")
 WRITE_TRAIN = "write `train`: true or false instead"
-PARTS = "parts of a turn are not trained apart: split the turn, or write `train` for all of it"
+WHOLE_TURNS = (
+    "parts of a turn are not trained apart: split the turn, or write `train` for all of it"
+)
 REFUSED = {
-    "train_detail": PARTS,
-    "training_detail": PARTS,
-    "loss_mask": PARTS,
+    "train_detail": WHOLE_TURNS,
+    "training_detail": WHOLE_TURNS,
+    "loss_mask": WHOLE_TURNS,
     "mask": WRITE_TRAIN,
     "masked": WRITE_TRAIN,
     "loss_scale": WRITE_TRAIN,
@@ -128,6 +133,14 @@ def _message(turn: Mapping[str, Any], names: tuple[str, str], at: str) -> dict[s
     for key, cure in REFUSED.items():
         if extra.pop(key, []) not in ([], {}):
             raise UserError(f"{at} has `{key}`, which is not read: {cure}")
+    for key, medium in COLUMNS.items():
+        if extra.pop(key, None):
+            raise UserError(
+                f"{at} has `{key}`, which is not read there: write a part of type {medium} in its "
+                "content, or the record's own `images`"
+                if medium == "image"
+                else f"{at} has `{key}`, which is not read: {CURES[medium]}"
+            )
     _check_reasoning(extra, at)
     if calls := _all_calls(extra, role, content, at):
         extra["tool_calls"] = calls
@@ -181,8 +194,14 @@ def _text_part(part: Any, at: str) -> str:
     ):
         for key in (*TRAINED, *REFUSED):
             if part.get(key) is not None:
-                raise UserError(f"{at} has a part with `{key}`: {PARTS}")
+                raise UserError(f"{at} has a part with `{key}`: {WHOLE_TURNS}")
+        for key in PARTS:
+            if part.get(key) is not None:
+                raise UserError(f"{at} has a part with a text and `{key}`: write a part of each")
         return part["text"]
+    medium = part_medium(part) if isinstance(part, Mapping) else None
+    if medium is not None:
+        raise UserError(f"{at} has a {NOUNS[medium]} in a part, which is not read: {CURES[medium]}")
     raise UserError(f"{at} has a part that is not text: only text can be trained on")
 
 

@@ -22,7 +22,9 @@ from transformers import PreTrainedTokenizerBase
 from longctx.data.chat.ends import Span
 from longctx.data.chat.rendering import rendered
 from longctx.data.pack.packing import Piece
-from longctx.data.reading.records import CHATS, Document
+from longctx.data.reading.media import strings_of
+from longctx.data.reading.places import WRITTEN
+from longctx.data.reading.records import CHATS, WITH_PICTURES, Document
 from longctx.data.text.windows import WINDOW_CHARS, call, tokenise
 from longctx.errors import UserError
 
@@ -49,9 +51,23 @@ def encode(
     pieces = _encode(documents, tokenizer, pictures)
     for piece, document in zip(pieces, documents, strict=True):
         check_vocabulary(int(piece.input_ids.max(initial=-1)), vocab_size)
-        if pictures is not None and document and document.kind not in CHATS:
-            check_no_picture(piece.input_ids, document, pictures)
+        if pictures is not None and document:
+            check_places(document)
+            if document.kind not in CHATS:
+                check_no_picture(piece.input_ids, document, pictures)
     return pieces
+
+
+def check_places(document: Document) -> None:
+    """Raises UserError for a place of a picture in a record without pictures, where others have
+    some. Plain text may be about anything, HTML among it."""
+    if document.kind == "text" or document.kind in WITH_PICTURES:
+        return
+    if any(WRITTEN in text for text in strings_of(document.content)):
+        raise UserError(
+            f"{document.where} has {WRITTEN} in its text and no picture, and other records have "
+            f"pictures: give its own in `images`, or leave {WRITTEN} out"
+        )
 
 
 def check_no_picture(ids: np.ndarray, document: Document, pictures: Pictures) -> None:
@@ -159,11 +175,11 @@ def _chats(
             )
     texts = rendered(documents, tokenizer, parts=pictures is not None)
     for document, (text, spans) in zip(documents, texts, strict=True):
-        seen = document.content.get("pictures", ())
+        seen, pixels = document.content.get("pictures", ()), 0
         if pictures is not None:
             from longctx.data.pictures.expansion import expanded, texts_of
 
-            inserted = texts_of(seen, pictures, document.where)
+            inserted, pixels = texts_of(seen, pictures, document.where)
             text, spans = expanded(text, spans, inserted, pictures, document.where)
         tokens = tokenise(tokenizer, text, add_special_tokens=False, offsets=True)
         assert tokens.offsets is not None
@@ -174,7 +190,7 @@ def _chats(
                 "{% generation %} markers or remove them"
             )
         trained[0] = False
-        yield Piece(tokens.ids, trained, pictures=len(seen))
+        yield Piece(tokens.ids, trained, pictures=len(seen), pixels=pixels)
 
 
 def _overlaps(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:

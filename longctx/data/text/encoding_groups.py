@@ -19,6 +19,7 @@ token of each answer has one that predicts it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from longctx.data.reading.records import CHAT_ANSWERS, Document
 from longctx.data.text.encoding import (
     check_chat_template,
     check_no_picture,
+    check_places,
     check_vocabulary,
     prompt_ids,
     text_ids,
@@ -62,6 +64,8 @@ def encode_groups(
         for document in documents
     ]
     for document, group in zip(documents, groups, strict=True):
+        if pictures is not None:
+            check_places(document)
         if not all(map(len, group.answers)):
             raise UserError(f"{document.where}: an answer has no token: remove the record")
         for ids in (group.prompt, *group.answers):
@@ -97,9 +101,9 @@ def _chats(
         check_chat_template(tokenizer, document.where)
     texts = continued(documents, tokenizer, parts=pictures is not None)
     for document, (prompt, wholes) in zip(documents, texts, strict=True):
-        given = [prompt, *wholes]
+        given, pixels = [prompt, *wholes], 0
         if pictures is not None:
-            given = _with_pictures(given, document, pictures)
+            given, pixels = _with_pictures(given, document, pictures)
         ids, *whole = (tokenise(tokenizer, text, add_special_tokens=False).ids for text in given)
         shared, answers, dropped = cut_at_shared(ids, whole)
         if not len(shared):
@@ -116,15 +120,19 @@ def _chats(
                 f"{document.where}: the chat template renders what stands before a picture, or the "
                 "picture, otherwise alone than before an answer: use another one"
             )
-        yield _group(document.content, shared, answers, dropped)
+        yield replace(_group(document.content, shared, answers, dropped), pixels=pixels)
 
 
-def _with_pictures(texts: Sequence[str], document: Document, pictures: Pictures) -> list[str]:
-    """Returns the texts with what stands for each picture, of which each is opened once."""
+def _with_pictures(
+    texts: Sequence[str], document: Document, pictures: Pictures
+) -> tuple[list[str], int]:
+    """Returns the texts with what stands for each picture, of which each is opened once, and the
+    hash of the pictures."""
     from longctx.data.pictures.expansion import expanded, texts_of
 
-    inserted = texts_of(document.content.get("pictures", ()), pictures, document.where)
-    return [expanded(text, (), inserted, pictures, document.where)[0] for text in texts]
+    inserted, pixels = texts_of(document.content.get("pictures", ()), pictures, document.where)
+    shown = [expanded(text, (), inserted, pictures, document.where)[0] for text in texts]
+    return shown, pixels
 
 
 def cut_at_shared(

@@ -22,14 +22,16 @@ from longctx.data.pack.packing import Piece
 from longctx.data.reading.groups import (
     GROUP_SEEN_FEATURES,
     GROUP_TOKEN_FEATURES,
+    SEEN,
     Group,
     Rows,
     columns_of,
     group_of,
 )
+from longctx.data.reading.media import PICTURES
 from longctx.data.reading.picture_sources import trusted
-from longctx.data.reading.places import COLUMNS, TURNS
 from longctx.data.reading.records import CHAT_ANSWERS, CHATS, Document, as_document
+from longctx.data.reading.turns import TURNS
 from longctx.data.reading.values import read_row
 from longctx.data.text.encoding import encode
 from longctx.data.text.encoding_groups import encode_groups
@@ -45,11 +47,11 @@ DOCUMENT_FEATURES = Features(
         "content": Value("large_string"),  # JSON
         "where": Value("string"),
         "replaced_bytes": Value("int64"),
+        "unread": List(Value("string")),
     }
 )
 TOKEN_FEATURES = Features({"input_ids": List(Value("int32")), "trained": List(Value("bool"))})
-SEEN_FEATURES = Features({**TOKEN_FEATURES, "pictures": Value("int32")})
-"""Those of documents for a model that sees pictures."""
+SEEN_FEATURES = Features({**TOKEN_FEATURES, **SEEN})
 BATCH_DOCUMENTS = 256
 # 20,000 conversations of six turns take 13.3 s in one process and 6.9 s in two (two cores).
 DOCUMENTS_PER_PROCESS = 5_000
@@ -122,11 +124,11 @@ class Reader:
     def __call__(self, record: dict[str, Any], number: int) -> Document | None:
         if self.name is None:
             return Document(**{**record, "content": json.loads(record["content"])})
-        read, folder = read_row(record, self.types), None
+        read, types = read_row(record, self.types), self.types
         if self.sees:
-            types, folder = self.types, folder_of(self.name)
-            read |= {key: trusted(read[key], types[key]) for key in COLUMNS if key in read}
-        return as_document(read, f"{self.name} row {number}", rows=self.rows, pictures=folder)
+            read |= {key: trusted(read[key], types[key]) for key in PICTURES if key in read}
+        where, folder = f"{self.name} row {number}", folder_of(self.name)
+        return as_document(read, where, rows=self.rows, folder=folder, sees=self.sees)
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,9 @@ def kinds_of(records: Dataset, rows: Rows) -> set[str]:
     if set(DOCUMENT_FEATURES) <= columns:
         return set(records.unique("kind"))
     parts = any("image" in str(records.features[name]) for name in {*TURNS} & columns)
-    seen = parts or bool({*COLUMNS} & columns)
+    seen = parts or bool({*PICTURES} & columns)
+    turned = {"messages", "conversations"} & columns
+    answered = {"prompt", "completion"} <= columns or {"instruction", "output"} <= columns
     if rows != "text":
         words = {"prompt", "completion", "chosen", "rejected"} & columns
         turns = any(not isinstance(records.features[key], Value) for key in words)
@@ -174,8 +178,10 @@ def kinds_of(records: Dataset, rows: Rows) -> set[str]:
         if seen:
             return {"answers_with_pictures"}
         return {"chat_answers" if turns or not named else "answers"}
-    if {"messages", "conversations"} & columns:
-        return {"chat_with_pictures" if seen else "chat"}
+    if seen and (turned or answered):
+        return {"chat_with_pictures"}
+    if turned:
+        return {"chat"}
     if {"prompt", "completion"} <= columns:
         turns = not isinstance(records.features["prompt"], Value)
         return {"chat" if turns else "completion"}
@@ -203,8 +209,8 @@ def pieces_of(tokens: Dataset, order: Iterable[int]) -> Iterator[Piece]:
         ids, trained = (
             column[name][int(i)].values.to_numpy(zero_copy_only=False) for name in TOKEN_FEATURES
         )
-        pictures = column["pictures"][int(i)].as_py() if "pictures" in column else 0
-        yield Piece(ids, trained, int(i), pictures)
+        seen = (column[name][int(i)].as_py() for name in SEEN if name in column)
+        yield Piece(ids, trained, int(i), *seen)
 
 
 def groups_of(tokens: Dataset, order: Iterable[int]) -> Iterator[Group]:
@@ -216,5 +222,5 @@ def groups_of(tokens: Dataset, order: Iterable[int]) -> Iterator[Group]:
             for name in ("input_ids", "lengths", "sides")
         )
         margin, dropped = (column[name][int(i)].as_py() for name in ("margin", "dropped"))
-        pictures = column["pictures"][int(i)].as_py() if "pictures" in column else 0
-        yield group_of(ids, lengths, sides, margin, dropped, int(i), pictures)
+        seen = (column[name][int(i)].as_py() for name in SEEN if name in column)
+        yield group_of(ids, lengths, sides, margin, dropped, int(i), *seen)
