@@ -120,7 +120,7 @@ def test_one_document_and_batched_rows(family) -> None:
 @pytest.mark.parametrize(
     ("turn", "family"),
     enumerate(
-        "olmo3 hunyuan_v1_dense ministral3 gemma3_text cohere2 nemotron qwen3_5_text".split()
+        "olmo3 hunyuan_v1_dense ministral3 gemma3_text cohere2 nemotron qwen3_5_text-attention".split()
     ),
 )
 def test_no_bit_depends_on_what_is_kept_and_where(family, turn) -> None:
