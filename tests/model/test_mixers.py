@@ -200,6 +200,21 @@ def test_padding_is_left_out(family) -> None:
     assert_equal(theirs, ours, inputs)
 
 
+@pytest.mark.parametrize("family", ["olmo_hybrid", "lfm2", "granitemoehybrid", "falcon_h1"])
+def test_padding_between_real_tokens_runs_hugging_faces_layers(family, capsys) -> None:
+    """States decay over it, and convolutions reach over it."""
+    theirs, ours = pair(family)
+    mask = torch.ones(2, 48, dtype=torch.long)
+    mask[1, 11:14] = 0
+    inputs = batch([[48], [48]]) | dict(attention_mask=mask.to(DEVICE), position_ids=None)
+    with pytest.raises(UserError, match="padding between real tokens, which mixers take for zeros"):
+        ours(**inputs)
+    ours.longctx.strict = False
+    expected, found = (gradients(model, inputs)[0] for model in (theirs, ours))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert "mixers take for zeros" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("family", "count"),
     {"olmo_hybrid": 2, "lfm2": 2, "granitemoehybrid-experts": 2, "falcon_h1": 3}.items(),
