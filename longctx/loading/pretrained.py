@@ -19,7 +19,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from longctx.errors import UserError, one_line, print_rank0, shortened
 from longctx.loading import mxfp4
-from longctx.loading.sizes import check_raw_sizes, check_sizes
+from longctx.loading.sizes import check_raw_sizes, check_sizes, experts_of
 from longctx.loading.weights import (
     REWARD_HEAD,
     WEIGHTS,
@@ -28,6 +28,7 @@ from longctx.loading.weights import (
     forget_tie,
     holds_nf4,
     refuse_partial,
+    refuse_without_experts,
     unread_of_gguf,
     weight_files,
 )
@@ -135,7 +136,9 @@ def read_model(
     if in_mxfp4:
         config, more = of_files, more | mxfp4.loading(str(source.name), more)
     try:
-        check_files(_weight_files(name, where), packed=holds_nf4(config) or in_mxfp4)
+        packed = holds_nf4(config) or in_mxfp4
+        tensors = check_files(_weight_files(name, where), packed=packed)
+        refuse_without_experts(str(source.name), tensors, experts_of(config))
         with hidden_report(REWARD_HEAD):
             loaded: Any = auto_class(config).from_pretrained(
                 name,
@@ -148,7 +151,7 @@ def read_model(
                 **where,
                 **more,
             )
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, UserError):
         raise
     except pickle.UnpicklingError as error:
         raise UserError(

@@ -20,9 +20,9 @@ MOST_LAYERS = 512
 """Each takes 10 ms even on the meta device; the deepest language models have about 130."""
 MOST_EXPERTS = 1 << 14
 """Those of a layer; Doge's single columns are the most of any published model."""
-LONGEST_CHUNK = 1 << 14
+LONGEST_CHUNK = 1 << 12
 """Tokens of a chunk of a mixer's scan, which transformers' code fills up to a whole one, with
-matrices of each two tokens of it: 64 times published ones."""
+matrices of each two tokens of it: 16 times published ones."""
 LARGEST_SIZE = 1 << 22
 """The largest size in a config.json: a product of three fits in 64 bits; no model comes near it."""
 SIZES = (
@@ -88,6 +88,13 @@ def _check_experts(model: str, path: str, found: Mapping[str, Any]) -> None:
             f"{model}: its config.json has {path}{name} {shortened(repr(k), 40)}: a token goes to "
             f"1 to {count} experts, of which {path}{of} says that there are {count}"
         )
+
+
+def experts_of(config: PretrainedConfig) -> int | None:
+    """Returns how many experts each layer has in a model's text; None where they are not told."""
+    text = config.get_text_config()
+    found = _first({name: _said(text, name) for name in EXPERTS}, EXPERTS)
+    return found[1] if found is not None and type(found[1]) is int else None
 
 
 def _first(found: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, Any] | None:

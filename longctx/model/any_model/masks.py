@@ -101,7 +101,7 @@ def longctx_mask(
         for window in (None, local_size) if whole else ():
             if sampled.agrees(starts, window):
                 documents, kept = _documents(starts, attention_mask, torch.device(device))
-                masks = dict(dense=dense, theirs=theirs, length=q_length)
+                masks: dict[str, Any] = dict(dense=dense, theirs=theirs, length=q_length)
                 return Seen(**masks, documents=documents, kept=kept, window=window)
     return dense()
 

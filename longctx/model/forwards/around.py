@@ -44,7 +44,8 @@ def joint_forward(self: Any, *args: Any, caller: Caller | None = None, **kwargs:
         # Gemma 3's whole model hands on labels, which nobody reads.
         text = {k: v for k, v in inputs.items() if k not in (*TOKEN_TYPES, "labels")}
         text |= {} if caller is None else caller.as_keyword(self.language_model)
-        factors = [embedding_multiplier(base_of(self), given=given) for given in (False, True)]
+        base: Any = base_of(self)
+        factors = [embedding_multiplier(base, given=given) for given in (False, True)]
         if (runtime.moves_weights or factors[0] != factors[1]) and "input_ids" in text:
             # As with images: engines that gather weights have to see one order of calls, and some
             # language models multiply the tokens that they embed themselves.
