@@ -5,7 +5,9 @@ any model (longctx/model/any_model), and records how the two compare.
 
 Rows: family, outcome (equal: loss and all gradients have the same bits with the model's own
 attention and loss in our checkpoints; differs; refused; not built), the factors with which our loss
-is the model's, whether our attention is, and the relative errors of loss and gradients with each.
+is the model's, whether our attention is, and the relative errors of loss and gradients with each;
+the relative error of logits when the model generates with its cache (null: transformers' own cannot
+with these sizes).
 What is tried, and on which sizes, is in tests/small_any.py. Fp32 on the CPU; three minutes.
 """
 
@@ -20,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from small_any import FAMILIES, REFUSED, UNBUILT, compare, make
+from small_any import FAMILIES, REFUSED, UNBUILT, compare, generation_error, make
 
 from longctx.errors import UserError, one_line, say
 from profiling.results import results_file, write_results
@@ -38,7 +40,7 @@ def row(family: str) -> dict[str, Any]:
     except Exception as error:  # whatever transformers raises for sizes that do not fit together
         assert family in UNBUILT, family
         return dict(family=family, outcome="not built", reason=one_line(error, 160))
-    equal = found.pop("equal")
+    equal, found["generation_error"] = found.pop("equal"), generation_error(family)
     return dict(family=family, outcome="equal" if equal else "differs") | found
 
 

@@ -43,6 +43,7 @@ _MLA = dict(
     first_k_dense_replace=1,
 )
 _MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8)
+_MIXED = dict(layer_types=["linear_attention", "full_attention", "linear_attention"])
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "axk1", "axk2", "minicpm3", "youtu"), _MLA),
     **dict.fromkeys(("glm4_moe_lite", "longcat_flash"), _MLA),
@@ -51,7 +52,8 @@ OWN: dict[str, dict[str, Any]] = {
     "mamba2": dict(num_heads=8),
     "xmod": dict(languages=["en"], default_language="en"),
     "zaya": dict(num_experts_per_tok=1),
-    **dict.fromkeys(("bamba", "granitemoehybrid"), _MAMBA),
+    "bamba": dict(_MAMBA, attn_layer_indices=[1]),
+    "granitemoehybrid": _MAMBA | _MIXED,
     "codegen": dict(rotary_dim=4),
     "dots3_note_text": dict(num_key_value_heads=HEADS),
     "falcon": dict(head_dim=None),
@@ -68,6 +70,9 @@ OWN: dict[str, dict[str, Any]] = {
     ),
     "gpt_neo": dict(attention_types=[[["global", "local", "global"], 1]]),
     "gptj": dict(rotary_dim=4),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "minimax"), _MIXED),
+    "kimi_linear": _MLA | _MIXED,
+    "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "lfm2_moe": dict(layer_types=["conv", "full_attention", "conv"]),
 }
 """What a family's configuration needs beside the sizes, or what makes it telling: shared keys and
@@ -156,6 +161,31 @@ def compare(family: str) -> dict[str, Any]:
         ours = errors(step(model), own)
         found |= {f"{key}_with_attention": value for key, value in ours.items()}
     return found
+
+
+@torch.no_grad()
+def generation_error(family: str) -> float | None:
+    """Returns the relative error of the logits of tokens that a model generates with its cache, as
+    any model against Hugging Face's, in rows of which one is padded; None where Hugging Face's own
+    model cannot generate with these sizes."""
+    model = make(family).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(8)  # so that each token depends on those before it
+    ids = torch.randint(10, 100, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    given = dict(attention_mask=mask, use_cache=True, do_sample=False, pad_token_id=0)
+    given |= dict(max_new_tokens=5, min_new_tokens=5)
+    given |= dict(return_dict_in_generate=True, output_logits=True)
+    ours = copy.deepcopy(model)
+    try:
+        own = torch.stack(model.generate(ids, **given).logits)
+    except (TypeError, ValueError):
+        return None
+    longctx.patch(ours, any_model=True)
+    found = torch.stack(ours.generate(ids, **given).logits)
+    return float((found - own).norm() / own.norm())
 
 
 def errors(ours: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, float]:

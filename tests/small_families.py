@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoConfig, GptOssConfig, PretrainedConfig
 
 from longctx.model.families import base_of, layers_of
 from longctx.model.family import part_of
+from longctx.model.mixers import ModelsMixer
 from longctx.safety.system import installed
 
 WINDOW = 23
@@ -217,12 +220,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | _CLAMPED
         | _LOOP,
     ),
-    "qwen3_5_text": (
+    "qwen3_5_text-attention": (
         "qwen3_5_text",
         dict(head_dim=32, layer_types=3 * _SOME[:1], attention_bias=True)
         | dict(rope_parameters=_SECTIONS),
     ),
-    "qwen3_5_text-mixed": (
+    "qwen3_5_text": (
         "qwen3_5_text",
         dict(head_dim=32, layer_types=_MIXED, rope_parameters=_SECTIONS)
         | dict(linear_num_key_heads=2, linear_num_value_heads=4)
@@ -293,7 +296,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 MIXERS = [
-    "qwen3_5_text-mixed",
+    "qwen3_5_text",
     "qwen3_5_moe_text",
     "qwen3_next",
     "olmo_hybrid",
@@ -319,7 +322,7 @@ the same choices on all sides. PEFT's word for all maps adapts routers, too."""
 FIRST_OF_EACH = [*{kind: name for name, (kind, _) in reversed(FAMILIES.items())}.values()]
 """One variant of each family."""
 KINDS_OF_LAYERS = ["llama", "qwen3", "granite", "olmo3", "gemma2", "starcoder2", "cohere", "phi3"]
-KINDS_OF_LAYERS += ["qwen3_5_text"]
+KINDS_OF_LAYERS += ["qwen3_5_text-attention"]
 """One family of each kind of layer: plain, with norms of q and k by head, scalars, norms of all
 heads, four norms and a cap, no gate, both parts in parallel, fused weights, a gate of attention's
 output. In 16 bits, whose errors take many batches to compare, these stand for the others, which
@@ -359,8 +362,27 @@ def mix_documents_apart_(model: nn.Module) -> None:
 
 def mixers_of(model: Any) -> list[Any]:
     """The mixers of a model's layers."""
-    layers = layers_of(base_of(model))
+    whole = model.get_base_model() if isinstance(model, PeftModel) else model
+    layers = layers_of(base_of(whole))
     return [part_of(layer, family.mixer) for layer, family in layers if family.mixer]
+
+
+@contextmanager
+def every_mixer_runs(model: Any) -> Iterator[None]:
+    """Fails unless the model has mixers, and the schedule calls each of them inside. A test of
+    hybrids shows nothing of a model whose layers all attend, or whose mixers Hugging Face's code
+    runs."""
+    own, run = {id(mixer) for mixer in mixers_of(model)}, ModelsMixer.__call__
+    called: set[int] = set()
+
+    def noted(self: ModelsMixer, *args: Any) -> Any:
+        called.add(id(self.module))
+        return run(self, *args)
+
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(ModelsMixer, "__call__", noted)
+        yield
+    assert own and own <= called, f"{len(own & called)} of the model's {len(own)} mixers ran"
 
 
 def _lengths(positions: Tensor) -> list[int]:  # (S,)

@@ -141,10 +141,13 @@ def _batches(documents: Sequence[slice], most: int) -> Iterator[tuple[slice, ...
 
 
 def _segment(rows: tuple[slice, ...], begins: int | None, documents: Documents) -> Segment:
+    """Makes a segment of rows that begin alike. A state that another segment begins with is behind
+    a row without padding: of a piece of a document, which is the only row of its segment."""
     lengths = [row.stop - row.start for row in rows]
-    # A row of one token would be taken for one that is generated, if it begins with a state, and
-    # Falcon-H1's norm in transformers 5.17 takes its dimension away.
-    length = max(2, *lengths)
+    # Rows of one token are padded where transformers would do something else with them: if they
+    # begin with a state, they would be taken for tokens that are generated, and of several rows
+    # Falcon-H1's norm mixes their gates. A prompt of one token is neither.
+    length = max(1 if len(rows) == 1 and begins is None else 2, *lengths)
     places = None
     if len(rows) > 1 or length > lengths[0]:
         of_rows = [torch.arange(n) for n in lengths]

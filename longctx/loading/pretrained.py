@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from longctx.errors import UserError, one_line, print_rank0, shortened
 from longctx.loading import mxfp4
+from longctx.loading.sizes import check_raw_sizes, check_sizes, experts_of
 from longctx.loading.weights import (
     REWARD_HEAD,
     WEIGHTS,
@@ -28,6 +28,7 @@ from longctx.loading.weights import (
     forget_tie,
     holds_nf4,
     refuse_partial,
+    refuse_without_experts,
     unread_of_gguf,
     weight_files,
 )
@@ -40,16 +41,6 @@ from longctx.safety.noise import hidden_report
 from longctx.safety.packages import pip_install
 from longctx.safety.system import expanded, installed
 
-MOST_LAYERS = 512
-"""Each takes 10 ms even on the meta device; the deepest language models have about 130."""
-LARGEST_SIZE = 1 << 22
-"""The largest size in a config.json: a product of three fits in 64 bits; no model comes near it."""
-SIZES = (
-    *("hidden_size", "intermediate_size", "vocab_size", "head_dim"),
-    *("num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
-)
-"""These sizes must be whole and positive, where a model has them."""
-
 
 def read_config(source: ModelSource) -> PretrainedConfig:
     """The configuration of a pretrained model, without what its author chose for other machines.
@@ -58,7 +49,7 @@ def read_config(source: ModelSource) -> PretrainedConfig:
     try:
         adapter = find_adapter_config_file(name)
         if "gguf_file" not in where:
-            _check_raw_sizes(source, PretrainedConfig.get_config_dict(name)[0])
+            check_raw_sizes(str(source.name), PretrainedConfig.get_config_dict(name)[0])
         config = AutoConfig.from_pretrained(name, **where)
     except UserError:
         raise
@@ -66,7 +57,7 @@ def read_config(source: ModelSource) -> PretrainedConfig:
         raise unreadable(source, error, "its config.json: ") from error
     if adapter:  # transformers would put it into the model, whoever's that is
         raise _is_adapter(source, Path(adapter).name)
-    _check_sizes(source, config)
+    _check_values(source, config)
     if "gguf_file" not in where:
         _refuse_quantised(source, config)
         if mxfp4.is_held(config):  # `read_model` makes it dense
@@ -89,24 +80,10 @@ def _is_adapter(source: ModelSource, file: str) -> UserError:
     )
 
 
-def _check_raw_sizes(source: ModelSource, found: Mapping[str, Any]) -> None:
-    """Raises UserError for numbers in a config.json that are too large: some configurations make a
-    list of so many layers while they are read."""
-    for name, value in found.items():
-        if isinstance(value, dict):  # the text part of a model
-            _check_raw_sizes(source, value)
-        elif name in SIZES and isinstance(value, (int, float)) and value > 1:
-            _check_size(source, name, value)
-
-
-def _check_sizes(source: ModelSource, config: PretrainedConfig) -> None:
-    """Raises UserError for numbers of which no model can be made, or none in any memory: not every
+def _check_values(source: ModelSource, config: PretrainedConfig) -> None:
+    """Raises UserError for values of which no model can be made, or none in any memory: not every
     configuration looks at its values."""
-    for part in (config, config.get_text_config()):
-        for name in SIZES:
-            found = _said(part, name)
-            if found is not None and not isinstance(found, list):  # of numbers for each layer
-                _check_size(source, name, found)
+    check_sizes(str(source.name), config)
     named = getattr(config, "architectures", None) or []
     if not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise UserError(
@@ -116,24 +93,6 @@ def _check_sizes(source: ModelSource, config: PretrainedConfig) -> None:
     dropout = getattr(config, "attention_dropout", None) or 0.0
     if not 0 <= dropout < 1:
         raise UserError(f"{source.name}: its config.json drops {dropout} of attention")
-
-
-def _said(config: PretrainedConfig, name: str) -> Any:
-    """Returns what a configuration says under a name; None for nothing, and where layers differ in
-    it, of which transformers raises an error of its own (Gemma 4's heads)."""
-    try:
-        return getattr(config, name, None)
-    except Exception:
-        return None
-
-
-def _check_size(source: ModelSource, name: str, found: Any) -> None:
-    most = MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE
-    if type(found) is not int or not 1 <= found <= most:
-        raise UserError(
-            f"{source.name}: its config.json has {name} {shortened(repr(found), 40)}: "
-            f"a whole number from 1 to {most} is needed"
-        )
 
 
 def _refuse_quantised(source: ModelSource, config: PretrainedConfig) -> None:
@@ -177,7 +136,9 @@ def read_model(
     if in_mxfp4:
         config, more = of_files, more | mxfp4.loading(str(source.name), more)
     try:
-        check_files(_weight_files(name, where), packed=holds_nf4(config) or in_mxfp4)
+        packed = holds_nf4(config) or in_mxfp4
+        tensors = check_files(_weight_files(name, where), packed=packed)
+        refuse_without_experts(str(source.name), tensors, experts_of(config))
         with hidden_report(REWARD_HEAD):
             loaded: Any = auto_class(config).from_pretrained(
                 name,
@@ -190,7 +151,7 @@ def read_model(
                 **where,
                 **more,
             )
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, UserError):
         raise
     except pickle.UnpicklingError as error:
         raise UserError(

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from transformers.utils.hub import cached_file, cached_files
 
 from longctx.errors import UserError
+from longctx.loading.sizes import MOST_EXPERTS
 from longctx.safety.files import read_json, tensor_problem
 
 WEIGHTS = (
@@ -89,19 +90,22 @@ def holds_nf4(config: Any) -> bool:
     return _NF4.items() <= {name: found.get(name) for name in _NF4}.items()
 
 
-def check_files(files: Sequence[Path], *, packed: bool = False) -> None:
-    """Raises ValueError for a file that would fill the memory, and for a tensor that is no floating
-    point: transformers would cast it, and a run would train what is left. Of `packed` weights bytes
-    are accepted."""
+def check_files(files: Sequence[Path], *, packed: bool = False) -> list[str]:
+    """Returns the names of the tensors in a model's files. Raises ValueError for a file that would
+    fill the memory, and for a tensor that is no floating point: transformers would cast it, and a
+    run would train what is left. Of `packed` weights bytes are accepted."""
     folder = Path(os.path.commonpath([path.parent for path in files])) if files else Path()
     pickled = [p.relative_to(folder) for p in files if p.suffix != _SAFE]
     if files and (problem := tensor_problem(folder, [escape(str(path)) for path in pickled])):
         raise ValueError(problem)
+    names = []
     for path in files:
         for name, dtype in _dtypes(path):
+            names.append(name)
             known = (*_FLOATS, *_BYTES) if packed else _FLOATS
             if not dtype.startswith(known) and not _BUFFERS.search(name):
                 raise ValueError(f"{name} in {path.name} holds {dtype}, no floating point")
+    return names
 
 
 def _dtypes(path: Path) -> Iterator[tuple[str, str]]:
@@ -118,6 +122,39 @@ def _dtypes(path: Path) -> Iterator[tuple[str, str]]:
             yield name, str(tensor.dtype).removeprefix("torch.")
 
 
+_OF_AN_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..+)")
+"""The name of a tensor of a single expert: what is before and behind the expert's number."""
+_RANDOM = "they would be random; get the files again, or those of this config.json"
+
+
+def refuse_without_experts(name: str, tensors: Iterable[str], experts: int | None) -> None:
+    """Raises UserError if the files of the model `name` lack a tensor of an expert: of `experts`,
+    as the configuration has it, or as other tensors tell. transformers makes one tensor of those of
+    all experts, so that it could name none of them."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for tensor in tensors:
+        if match := _OF_AN_EXPERT.fullmatch(tensor):
+            before, number, behind = match.groups()
+            found.setdefault((before, behind), set()).add(int(number))
+    counts: dict[str, int] = {}
+    for (before, _), numbers in found.items():
+        counts[before] = max(counts.get(before, experts or 0), 1 + max(numbers))
+    missing = [
+        f"{before}{number}{behind}"
+        for (before, behind), numbers in found.items()
+        if len(numbers) < counts[before] <= MOST_EXPERTS
+        for number in sorted({*range(counts[before])} - numbers)
+    ]
+    _refuse(missing, f"of the model's weights are not in {name}", _RANDOM)
+
+
+def _refuse(names: Sequence[str], problem: str, remedy: str) -> None:
+    """Raises UserError if there are names of weights with a problem."""
+    if names:
+        shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+        raise UserError(f"{len(names)} {problem} ({shown}): {remedy}")
+
+
 def refuse_partial(
     name: str, model: Any, found: Mapping[str, Any], *, beside: Sequence[str] = ()
 ) -> None:
@@ -126,19 +163,16 @@ def refuse_partial(
     tensors that transformers has not looked at."""
     mismatched = [f"{weight} {tuple(there)}" for weight, there, _ in found["mismatched_keys"]]
     unread = [*_unread(model, found["unexpected_keys"]), *beside]
-    random = "they would be random; get the files again, or those of this config.json"
     other = (
         "trained without them it would be another model; get the config.json that belongs to the "
         "files, or files that are not quantised (for a GGUF file the model that it was made from)"
     )
     for names, problem, remedy in (
-        (found["missing_keys"], f"of the model's weights are not in {name}", random),
-        (mismatched, f"of the model's weights have another shape in {name}", random),
+        ([*found["missing_keys"]], f"of the model's weights are not in {name}", _RANDOM),
+        (mismatched, f"of the model's weights have another shape in {name}", _RANDOM),
         (unread, f"of the tensors in {name} are read by nobody", other),
     ):
-        if names:
-            shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
-            raise UserError(f"{len(names)} {problem} ({shown}): {remedy}")
+        _refuse(names, problem, remedy)
 
 
 def _unread(model: Any, unexpected: Iterable[str]) -> Sequence[str]:

@@ -301,8 +301,10 @@ def model_traits(model: PreTrainedModel) -> tuple[Traits, ...]:
     return known_family(model).layer_traits(model.config)
 
 
-def embedding_multiplier(base: PreTrainedModel) -> float:
-    return known_family(base).embedding_multiplier(base)
+def embedding_multiplier(base: PreTrainedModel, *, given: bool) -> float:
+    """Returns the factor of embedded tokens, or that of embeddings that a caller has given."""
+    family = known_family(base)
+    return 1.0 if given and not family.multiplies_given else family.embedding_multiplier(base)
 
 
 def logits_scaling(model: PreTrainedModel) -> float:

@@ -234,6 +234,9 @@ class Family:
     score_cap: Callable[[Any], float | None] = field(default=lambda config: None)
     """Returns the softcap of attention's scores, the same in all layers."""
     embedding_multiplier: Callable[[Any], float] = field(default=lambda base: 1.0)
+    """Returns the factor by which a base model multiplies embedded tokens."""
+    multiplies_given: bool = False
+    """Embeddings that a caller gives (inputs_embeds) have that factor, too, as in Granite."""
     logits_scaling: Callable[[Any], float] = field(default=lambda model: 1.0)
     """Returns the number by which a model divides its logits."""
     logits_cap: Callable[[Any], float | None] = field(default=lambda model: None)

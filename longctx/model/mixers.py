@@ -69,7 +69,8 @@ class ModelsMixer:
         gated = our_gated_norm(norm, gate_first=self.gate_first)
         with convolution, kernels, gated, our_adapters(self._adapted):
             z: Tensor = functional_call(self.module, dict(parameters), (), how)
-        return z, carried.end
+        # Falcon-H1's norm takes a dimension away where rows have one token.
+        return z.view(n.shape), carried.end
 
 
 class Carried:

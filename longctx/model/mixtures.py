@@ -72,6 +72,7 @@ DENSE: dict[str, Any] = dict(
 GRANITE: dict[str, Any] = dict(
     traits=lambda config, layer: granite_factors(config),
     embedding_multiplier=lambda base: base.embedding_multiplier,
+    multiplies_given=True,
     logits_scaling=lambda model: model.config.logits_scaling,
 )
 """Granite's four scalars."""

@@ -19,7 +19,8 @@ dtype, torch and the caller's `sdpa_kernel`, so it is tried: where it gives some
 and a batch has such a token, their layers run.
 
 Padding between real tokens counts in the sliding windows of sdpa, flex and eager, though not in
-flash's and the schedule's: their layers run then, whoever calls.
+flash's and the schedule's. Mixers of Hugging Face's see such padding as zeros, over which a state
+decays and a convolution reaches. Their layers run then, whoever calls.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longctx.attention.padding import Row, rows_of
 from longctx.errors import UserError
-from longctx.model.families import windows
+from longctx.model.families import mixes, windows
 
 COMPUTED = (
     "padding is computed, since its hidden states may be read by who calls: Hugging Face's are "
@@ -66,9 +67,12 @@ def padding_of(
     attention, length = base.config._attn_implementation, mask.shape[1]
     flash = "flash" in attention
     shorter = [] if flash else [w for w in windows(base.config) if w is not None and w < length]
-    if not (read or shorter):
+    mixed = mixes(base.config)
+    if not (read or shorter or mixed):
         return None, None
     rows = rows_of(mask)
+    if rows is None and mixed:
+        return None, "padding between real tokens, which mixers take for zeros"
     if rows is None and shorter:
         return None, "padding between real tokens, which counts in sliding windows"
     if not read or rows is not None and all(row.real == length for row in rows):

@@ -228,6 +228,10 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
         yield "hooks on all modules"
     for i, (layer, family) in enumerate(layers_of(base)):
         where, shapes = f"model.layers.{i}", family.shapes(config)
+        stacks = family.stack_shapes(config)
+        for name, shape in {**shapes, **stacks}.items():
+            if 0 in shape:  # as of a shared expert of width 0
+                yield f"a weight without elements ({where}.{name})"
         yield from _problems(layer, family.known("DecoderLayer"), where, patched=patched)
         parts = {name: part_of(layer, name) for name in family.in_layer}
         for name in family.of_experts:
@@ -253,7 +257,7 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
             parts[name] = module.base_layer
         for name in linears:
             yield from why_not_dense(parts[name], dtype, f"{where}.{name}")
-        for name, shape in family.stack_shapes(config).items():
+        for name, shape in stacks.items():
             yield from _other_stack(layer, name, shape, where)
         for name, module in parts.items():
             kept = torch.float32 if name in family.in_fp32 else dtype

@@ -64,7 +64,7 @@ def test_each_deepspeed_file_trains(
 @needs_deepspeed
 def test_another_family(job: list[str], warm: Warm, tmp_path: Path) -> None:
     """Norms of q and k, and a gate of attention's output, gathered with their layer."""
-    flags = of_family("qwen3_5_text", job, tmp_path / "model")
+    flags = of_family("qwen3_5_text-attention", job, tmp_path / "model")
     alone = ["--class_type", "vanilla", "--output_dir", f"{tmp_path}/vanilla", *batch(1)]
     train.main([*flags, *alone])
     config = on_cpu(ROOT / "ds_configs" / "zero3.json", tmp_path)

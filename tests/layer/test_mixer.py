@@ -58,6 +58,7 @@ _DELTA = dict(
 )
 _MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=16)
 _MAMBA |= dict(mamba_expand=2, mamba_n_groups=1, mamba_proj_bias=True)
+_FALCON = _MAMBA | dict(mamba_d_ssm=64, mamba_rms_norm=True, mamba_norm_before_gate=False)
 KINDS = {
     "olmo_hybrid": Kind("olmo_hybrid", "OlmoHybridGatedDeltaNet", _DELTA),
     "qwen3_5": Kind("qwen3_5", "Qwen3_5GatedDeltaNet", _DELTA, type="qwen3_5_text"),
@@ -73,6 +74,10 @@ KINDS = {
         "Lfm2ShortConv",
         dict(layer_types=["conv", "full_attention"], conv_bias=True),
         "past_key_values",
+    ),
+    "falcon_h1": Kind("falcon_h1", "FalconH1Mixer", _FALCON),
+    "falcon_h1, gate last": Kind(
+        "falcon_h1", "FalconH1Mixer", _FALCON | dict(mamba_norm_before_gate=True)
     ),
 }
 
@@ -149,7 +154,9 @@ def theirs(kind: str, documents: Documents, module: Any = None, residual: float 
     for i, own in enumerate(places):
         parent = documents.parents[i] if documents.parents else None
         before = n[:0] if parent is None else n[places[parent]]
-        parts.append(module(torch.cat([before, n[own]])[None])[0, len(before) :])
+        row = torch.cat([before, n[own]])
+        # Falcon-H1's norm takes a dimension of a row of one token away.
+        parts.append(module(row[None]).view_as(row)[len(before) :])
     y = x + residual * torch.cat(parts)
     names = [name for name, p in module.named_parameters() if p.requires_grad]
     trained = [x, weight, *(p for p in module.parameters() if p.requires_grad)]
@@ -168,7 +175,11 @@ def assert_equal(found: Found, truth: Found, most: float = 2e-5) -> None:
 
 ONE = Documents.of([101])
 PACKED = Documents.of([50, 7, 1, 33, 2, 40, 38])
-SHARED = Documents.of([29, 7, 1, 33, 12, 5, 3], parents=[None, 0, 0, 0, None, 4, 4])
+SHARED = Documents.of(
+    [29, 7, 1, 33, 12, 5, 3, 1, 11, 1, 9, 2, 6, 1, 1, 1],
+    parents=[None, 0, 0, 0, None, 4, 4, None, 7, 7, 7, None, 11, None, 13, None],
+)
+"""Prompts of more tokens than convolutions reach back, of fewer, and of one; so are answers."""
 
 
 @pytest.mark.parametrize(

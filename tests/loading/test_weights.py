@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from small_families import family_config
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from longctx.errors import UserError
 from longctx.loading.pretrained import read_config, read_model
-from longctx.loading.weights import fetched_files
+from longctx.loading.weights import fetched_files, refuse_without_experts
 from longctx.model.classes import as_language_model, as_reward_model
 from longctx.options.model import ModelSource
 
@@ -178,3 +179,48 @@ def test_two_ends_are_tied_only_where_they_are_equal(tmp_path: Path, tensors) ->
         model.save_pretrained(folder)
         again = AutoModelForCausalLM.from_pretrained(folder)
         torch.testing.assert_close(again.lm_head.weight, head, rtol=0, atol=0)
+
+
+def expert_tensors(experts: int) -> list[str]:
+    return [
+        f"model.layers.{layer}.mlp.experts.{i}.{name}.weight"
+        for layer in range(2)
+        for i in range(experts)
+        for name in ("gate_proj", "down_proj")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lost", "told", "message"),
+    [
+        (
+            "layers.1.mlp.experts.2.down_proj",
+            4,
+            r"^1 of .* \(model.*1.mlp.experts.2.down_proj.weig",
+        ),
+        ("layers.1.mlp.experts.2.", None, r"^2 of .* \(model.*experts.2.down_proj.weight, model"),
+        (
+            "experts.3.",
+            4,
+            r"^4 of the model's weights are not in M .*, \.\.\.\): they would be rand",
+        ),
+    ],
+)
+def test_an_expert_that_is_missing_is_named(lost, told, message) -> None:
+    """transformers would speak of a stack of all experts in another shape."""
+    whole = expert_tensors(4)
+    refuse_without_experts("M", [*whole, "model.norm.weight"], told)
+    refuse_without_experts("M", ["model.layers.0.mlp.experts.down_proj"], 4)  # stacked
+    with pytest.raises(UserError, match=message):
+        refuse_without_experts("M", [name for name in whole if lost not in name], told)
+
+
+def test_a_run_says_which_expert_is_missing(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(family_config("mixtral"))
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"^1 of .*block_sparse_moe.experts.3.w2.weight\): they"):
+        read(tmp_path)

@@ -91,7 +91,10 @@ def assert_lora_trains_exactly(models: Any, dtype: torch.dtype, *given: Any) -> 
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [(name, torch.float32) for name in FIRST_OF_EACH if name not in EXPERTS + MIXERS]
-    + [(name, torch.bfloat16) for name in "llama starcoder2 cohere phi3 qwen3_5_text".split()],
+    + [
+        (name, torch.bfloat16)
+        for name in "llama starcoder2 cohere phi3 qwen3_5_text-attention".split()
+    ],
 )
 def test_exactness_on_packed_rows(family, dtype) -> None:
     """In 16 bits plain layers, and those without a gate, with both parts in parallel and with fused
@@ -133,7 +136,7 @@ def test_any_subset(subset) -> None:
     ("family", "part"),
     [
         *(("phi3", part) for part in ("qkv_proj", "gate_up_proj", "o_proj")),
-        *(("qwen3_5_text", part) for part in ("q_proj", "k_proj", "o_proj")),
+        *(("qwen3_5_text-attention", part) for part in ("q_proj", "k_proj", "o_proj")),
     ],
 )
 def test_part_of_fused_weights(family, part) -> None:
@@ -188,7 +191,7 @@ def test_autocast_over_fp32_weights(family) -> None:
         ("llama", torch.float32, 0.0, 0),
         ("llama", torch.float32, 0.3, 2),
         ("phi3", torch.bfloat16, 0.3, 1),
-        ("qwen3_5_text", torch.bfloat16, 0.3, 0),
+        ("qwen3_5_text-attention", torch.bfloat16, 0.3, 0),
     ],
 )
 def test_no_bit_depends_on_what_is_kept_and_where(family, dtype, dropout, turn) -> None:
@@ -240,7 +243,7 @@ class Explicit(nn.Module):
     ("family", "dtype"),
     [
         *(("llama", torch.float32), ("qwen3", torch.float32)),
-        *(("phi3", torch.bfloat16), ("qwen3_5_text", torch.bfloat16)),
+        *(("phi3", torch.bfloat16), ("qwen3_5_text-attention", torch.bfloat16)),
     ],
 )
 def test_dropout_is_exact_against_an_explicit_mask(family, dtype, monkeypatch) -> None:

@@ -11,7 +11,7 @@ import os
 
 import pytest
 import torch
-from small_any import FAMILIES, REFUSED, UNBUILT, compare, errors, make, step
+from small_any import FAMILIES, REFUSED, UNBUILT, compare, errors, generation_error, make, step
 from transformers import (
     MllamaConfig,
     MllamaForConditionalGeneration,
@@ -39,6 +39,16 @@ def test_it_trains_as_hugging_face_does(family) -> None:
     assert found["loss_is_ours"] is None or found["loss_error"] < 2e-5, found
     assert found["gradient_error"] is None or found["gradient_error"] < 1e-4, found
     assert found.get("gradient_error_with_attention", 0.0) < 1e-4, found
+
+
+CACHED = FAMILIES if TRIED is FAMILIES else ("minimax", "gemma2", "gpt_oss", "qwen3_next")
+"""A first layer that keeps no keys, a cap of scores, sinks, and layers of two kinds."""
+
+
+@pytest.mark.parametrize("family", [f for f in CACHED if f not in UNBUILT | REFUSED.keys()])
+def test_it_generates_as_hugging_face_does_with_a_cache(family) -> None:
+    error = generation_error(family)
+    assert error is None or error < 1e-5
 
 
 @pytest.mark.parametrize("family", [f for f in TRIED if f in REFUSED] or ["openai-gpt"])

@@ -37,7 +37,8 @@ def wrapped(family: str, settings: dict[str, Any] | None = None) -> tuple[Any, A
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "granite", "olmo3", "gemma2", "starcoder2", "cohere", "qwen3_5_text"]
+    "family",
+    ["qwen3", "granite", "olmo3", "gemma2", "starcoder2", "cohere", "qwen3_5_text-attention"],
 )
 def test_exactness_on_packed_rows(family, scheduled, capsys) -> None:
     """Kinds of layers of which tests/layer/test_schedule.py and tests/model/test_adapters.py have

@@ -37,7 +37,11 @@ FEW = dict(tile_tokens=31, head_groups=2, keep="x")
 FEW_ROWS = {torch.float32: [batch(PACKED)], torch.bfloat16: [batch(PACKED, i) for i in range(1, 7)]}
 
 
-SOME = [("phi3", torch.float32), ("qwen3_5_text", torch.float32), ("llama", torch.bfloat16)]
+SOME = [
+    ("phi3", torch.float32),
+    ("qwen3_5_text-attention", torch.float32),
+    ("llama", torch.bfloat16),
+]
 
 
 def trio(family: str, dtype: torch.dtype, settings: Any = None, **changes: Any) -> Any:
@@ -60,8 +64,8 @@ def trio(family: str, dtype: torch.dtype, settings: Any = None, **changes: Any) 
         ("llama", torch.float32, FEW, {}),
         ("granite-biases", torch.bfloat16, FEW, {}),  # a factor of both sums
         ("phi3", torch.float32, FEW, {}),  # one A for q, k and v
-        ("qwen3_5_text", torch.float32, FEW, {}),  # q beside a gate, row by row
-        ("qwen3_5_text", torch.bfloat16, FEW, {}),
+        ("qwen3_5_text-attention", torch.float32, FEW, {}),  # q beside a gate, row by row
+        ("qwen3_5_text-attention", torch.bfloat16, FEW, {}),
         ("gemma2", torch.float32, {}, {}),
         ("cohere2", torch.float32, {}, {}),
         ("qwen2", torch.float32, FEW, dict(target_modules=["k_proj", "down_proj"])),

@@ -81,6 +81,9 @@ SETTINGS = {
     "bf16, groups and tiles": (torch.bfloat16, CUT),
     "bf16, all kept": (torch.bfloat16, dict(keep="all")),
 }
+WITH_FACTORS = ["gemma", "gemma2", "gemma3_text", "granite", "granitemoe", "granitemoeshared"]
+WITH_FACTORS += ["granitemoehybrid", "falcon_h1"]
+"""Those whose embeddings have a factor in transformers, in the embedding's module or behind it."""
 WHOLE = ["olmo3", "gemma2", "phi3"]
 """Kinds of layers that bf16 has whole and with all kept, too: norms over all heads, norms after
 the parts, fused weights. tests/layer/test_schedule.py has Llama's."""
@@ -120,7 +123,8 @@ def test_one_document_and_batched_rows(family) -> None:
 @pytest.mark.parametrize(
     ("turn", "family"),
     enumerate(
-        "olmo3 hunyuan_v1_dense ministral3 gemma3_text cohere2 nemotron qwen3_5_text".split()
+        ["olmo3", "hunyuan_v1_dense", "ministral3", "gemma3_text", "cohere2", "nemotron"]
+        + ["qwen3_5_text-attention"]
     ),
 )
 def test_no_bit_depends_on_what_is_kept_and_where(family, turn) -> None:
@@ -128,6 +132,18 @@ def test_no_bit_depends_on_what_is_kept_and_where(family, turn) -> None:
     fp32, and each Keep in all layers."""
     _, _, ours = trio(family, torch.bfloat16, LADDER | dict(head_groups=2))
     assert_no_bit_depends_on_the_ladder(ours, mixed=1, turn=turn)
+
+
+@pytest.mark.parametrize("family", [*WITH_FACTORS])
+def test_given_embeddings_have_the_factors_of_hugging_faces(family) -> None:
+    """Some models multiply the embeddings that they make, others all embeddings."""
+    _, naive, ours = trio(family, torch.float32)
+    given = torch.randn(1, 40, naive.config.hidden_size, device=DEVICE) * 0.05
+    expected, found = (
+        model.model(inputs_embeds=given, use_cache=False).last_hidden_state
+        for model in (naive, ours)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FIRST_OF_EACH)

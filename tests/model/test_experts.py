@@ -218,6 +218,22 @@ def test_a_shared_expert_is_a_setting(family, setting, path, capsys) -> None:
     assert "Hugging Face's layers" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("family", "width"),
+    [
+        ("qwen2_moe", "shared_expert_intermediate_size"),
+        ("glm4_moe", "n_shared_experts"),
+        ("qwen3_moe", "moe_intermediate_size"),
+    ],
+)
+def test_experts_of_width_0_run_hugging_faces_layers(family, width, capsys) -> None:
+    _, naive, ours = trio(family, torch.float32, **{width: 0})
+    inputs = batch([[48]])
+    expected, found = (gradients(model, inputs) for model in (naive, ours))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert "calls with a weight without elements (model.layers." in capsys.readouterr().out
+
+
 def test_hugging_faces_layers_have_the_auxiliary_loss_too(capsys) -> None:
     """Where a hook keeps the schedule away, Hugging Face's layers return the routers' logits, of
     which the auxiliary loss is made."""

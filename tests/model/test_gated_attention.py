@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("reference_kernels")
 
 def test_a_checkpoint_with_images_trains_its_text_model() -> None:
     """AutoModelForCausalLM makes a text model of the whole model's configuration."""
-    text = family_config("qwen3_5_text").to_dict()
+    text = family_config("qwen3_5_text-attention").to_dict()
     vision = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2)
     vision |= dict(out_hidden_size=SIZES["hidden_size"])
     config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
@@ -35,7 +35,7 @@ def test_a_checkpoint_with_images_trains_its_text_model() -> None:
 
 
 def test_a_layer_that_was_turned_into_another_kind() -> None:
-    ours = trio("qwen3_5_text", torch.float32)[2]
+    ours = trio("qwen3_5_text-attention", torch.float32)[2]
     ours.model.layers[1].block_type = "linear_attention"
     assert "of another kind than in the configuration" in str(why_not_scheduled(ours.model))
 
@@ -43,7 +43,7 @@ def test_a_layer_that_was_turned_into_another_kind() -> None:
 @pytest.mark.parametrize("rows", [3, 4])
 def test_three_rows_of_positions(rows: int, scheduled: Any) -> None:
     """As tokens of images have them: each frequency of the rotated part reads one of them."""
-    _, naive, ours = trio("qwen3_5_text", torch.float32)
+    _, naive, ours = trio("qwen3_5_text-attention", torch.float32)
     inputs, draw = batch([[48]]), torch.Generator().manual_seed(3)
     moved = torch.randint(0, 9, (3, 1, 48), generator=draw).to(DEVICE)
     text = inputs["position_ids"][None]
@@ -56,7 +56,7 @@ def test_three_rows_of_positions(rows: int, scheduled: Any) -> None:
 
 
 def test_packed_rows_are_those_of_separate_documents() -> None:
-    ours = trio("qwen3_5_text", torch.float32, dict(head_groups=2, tile_tokens=7))[2]
+    ours = trio("qwen3_5_text-attention", torch.float32, dict(head_groups=2, tile_tokens=7))[2]
     packed = batch([[20, 27, 1]])
     sums: dict[str, Tensor] = {}
     loss, grads = gradients(ours, packed)
@@ -76,7 +76,7 @@ def test_packed_rows_are_those_of_separate_documents() -> None:
 
 def test_transformers_reads_what_is_saved(tmp_path: Path) -> None:
     """q_proj stays one parameter, in which each head's rows precede those of its gate."""
-    ours = longctx.patch(AutoModelForCausalLM.from_config(family_config("qwen3_5_text")))
+    ours = longctx.patch(AutoModelForCausalLM.from_config(family_config("qwen3_5_text-attention")))
     ours.save_pretrained(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
     q = theirs.model.layers[0].self_attn.q_proj

@@ -126,8 +126,8 @@ def trained(model: Any, steps: Any) -> list[list[Tensor]]:
 
 
 EITHER_WAY = ["llama", "gemma3_text"]
-ALL_WEIGHTS = [*EITHER_WAY, "cohere2", "phi3", "qwen3_5_text"]
-ADAPTERS = [*EITHER_WAY, "qwen3", "granite", "qwen3_5_text"]
+ALL_WEIGHTS = [*EITHER_WAY, "cohere2", "phi3", "qwen3_5_text-attention"]
+ADAPTERS = [*EITHER_WAY, "qwen3", "granite", "qwen3_5_text-attention"]
 
 
 @pytest.mark.parametrize(

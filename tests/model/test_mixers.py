@@ -15,17 +15,20 @@ from small_families import (
     DECAYS,
     IN_TORCH_ALONE,
     MIXERS,
+    every_mixer_runs,
     family_config,
     mix_documents_apart_,
     mixers_of,
 )
 from small_layer import DEVICE, Autocast, batch, cast, gradients, truth_of
+from test_parents import rows_of
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 import longctx
 from exactness import FACTOR, relative_error
+from longctx.attention.documents import Documents
 from longctx.cost.kept import asked
 from longctx.cost.sizes import Batch
 from longctx.cost.table import load
@@ -34,6 +37,7 @@ from longctx.layer import segments as cutting
 from longctx.memory.store import ActivationStore
 from longctx.model import mixers, shared_prefixes
 from longctx.model.costs import StepTable
+from longctx.model.families import base_of
 from longctx.model.mixers import ModelsMixer, why_slow
 from longctx.model.positions import keep_documents_apart
 from longctx.model.strangers import why_not_scheduled
@@ -75,8 +79,13 @@ def apart(model: Any) -> Any:
 
 def assert_equal(theirs: Any, ours: Any, inputs: dict[str, Any]) -> None:
     loss, grads = gradients(theirs, inputs)
-    own, found = gradients(ours, inputs)
+    with every_mixer_runs(ours):
+        own, found = gradients(ours, inputs)
     assert abs(own - loss) <= 1e-6 * loss
+    assert_equal_gradients(found, grads)
+
+
+def assert_equal_gradients(found: dict[str, Tensor], grads: dict[str, Tensor]) -> None:
     assert found.keys() == grads.keys()
     for name, grad in grads.items():
         most = MOST_OF_DECAYS if name.endswith(DECAYS) else MOST
@@ -191,6 +200,21 @@ def test_padding_is_left_out(family) -> None:
     assert_equal(theirs, ours, inputs)
 
 
+@pytest.mark.parametrize("family", ["olmo_hybrid", "lfm2", "granitemoehybrid", "falcon_h1"])
+def test_padding_between_real_tokens_runs_hugging_faces_layers(family, capsys) -> None:
+    """States decay over it, and convolutions reach over it."""
+    theirs, ours = pair(family)
+    mask = torch.ones(2, 48, dtype=torch.long)
+    mask[1, 11:14] = 0
+    inputs = batch([[48], [48]]) | dict(attention_mask=mask.to(DEVICE), position_ids=None)
+    with pytest.raises(UserError, match="padding between real tokens, which mixers take for zeros"):
+        ours(**inputs)
+    ours.longctx.strict = False
+    expected, found = (gradients(model, inputs)[0] for model in (theirs, ours))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert "mixers take for zeros" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("family", "count"),
     {"olmo_hybrid": 2, "lfm2": 2, "granitemoehybrid-experts": 2, "falcon_h1": 3}.items(),
@@ -218,6 +242,44 @@ def test_prompts_are_shared_by_their_states(family, count, monkeypatch) -> None:
     assert 168 <= found < 200 < inputs["input_ids"].shape[1]
 
 
+ANSWERED = Documents.of(
+    [9, 7, 1, 1, 11, 1, 2, 6, 1, 1, 1, 40, 45],
+    [None, 0, 0, None, 3, 3, None, 6, None, 8, None, None, 11],
+    device=DEVICE,
+)
+"""Prompts of more tokens than convolutions reach back, of fewer, and of one; so are answers."""
+
+
+@pytest.mark.parametrize("family", MIXERS)
+def test_answers_are_those_of_separate_rows(family) -> None:
+    assert_answers_are_separate(*pair(family, tile_tokens=31, head_groups=2))
+
+
+def assert_answers_are_separate(theirs: Any, ours: Any) -> None:
+    """Compares hidden states and gradients of a row of prompts with answers, in ours, with those of
+    rows [prompt + answer], in theirs."""
+    hidden = ours.config.hidden_size
+    ids = torch.randint(211, (1, ANSWERED.tokens)).to(DEVICE)
+    d = torch.randn(1, ANSWERED.tokens, hidden).to(DEVICE)
+    truth = torch.empty_like(d)
+    for model in (theirs, ours):
+        model.zero_grad()
+    for tokens, known in rows_of(ANSWERED):
+        row = base_of(theirs)(input_ids=ids[:, tokens], use_cache=False).last_hidden_state
+        own = tokens[known:]
+        (row[:, known:] * d[:, own]).sum().backward()
+        truth[:, own] = row[:, known:].detach()
+    with every_mixer_runs(ours):
+        found = base_of(ours)(input_ids=ids, **ANSWERED.arguments()).last_hidden_state
+        (found * d).sum().backward()
+    assert relative_error(found, truth) < MOST
+    trained = (
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        for model in (ours, theirs)
+    )
+    assert_equal_gradients(*trained)
+
+
 # --- adapters --------------------------------------------------------------------------------
 
 EVERY = {
@@ -240,6 +302,8 @@ def test_adapters_in_a_frozen_mixer(family, dora) -> None:
     torch.manual_seed(1)
     theirs = peft.get_peft_model(ours_unpatched(theirs), config)
     ours = longctx.patch(copy.deepcopy(theirs), strict=True)
+    if not dora:
+        assert_answers_are_separate(theirs.get_base_model(), ours.get_base_model())
     apart(theirs.get_base_model())
     assert_equal(theirs, ours, batch(ROWS["packed"]))
     trained = {name for name, p in ours.named_parameters() if p.requires_grad}

@@ -108,10 +108,11 @@ def _stacked(found: list[Found]) -> Found:
     [
         *((family, torch.bfloat16) for family in ("llama", "gemma3_text", "gemma2")),
         *((family, torch.float32) for family in ("llama", "gemma2", "olmo2", "qwen3", "mistral")),
-        *((family, torch.float32) for family in ("cohere2", "qwen3_5_text")),
+        *((family, torch.float32) for family in ("cohere2", "qwen3_5_text-attention")),
     ],
 )
 def test_families_as_separate_rows(family, dtype, capsys) -> None:
+    """tests/model/test_mixers.py has the families with mixers."""
     models = test_every_family.trio(family, dtype, dict(head_groups=2, tile_tokens=31))
     assert_as_separate_rows(models)
     assert "Hugging Face's layers" not in capsys.readouterr().out

@@ -11,7 +11,7 @@ import pickle
 
 import pytest
 import torch
-from small_families import mix_documents_apart_
+from small_families import family_config, mix_documents_apart_
 from small_layer import (
     DEVICE,
     PACKED,
@@ -25,8 +25,8 @@ from small_layer import (
     run,
     truth_of,
 )
-from small_vision import DENSE, FEW, KINDS, image_batch, mllama_config, vision_model
-from transformers import AutoModelForImageTextToText, LlavaModel
+from small_vision import DENSE, FEW, KINDS, image_batch, mllama_config, vision_config, vision_model
+from transformers import AutoModelForImageTextToText, LlavaForConditionalGeneration, LlavaModel
 
 import longctx
 from longctx.errors import UserError
@@ -285,3 +285,17 @@ def test_llama_3_2_vision_is_refused_by_name() -> None:
             longctx.patch(part)
         assert f"no family for {named}: its layers of cross-attention" in str(refused.value)
         assert "Any model trains in Hugging Face's layers" in str(refused.value)
+
+
+def test_a_language_model_that_multiplies_tokens_embeddings_alone() -> None:
+    """Hugging Face's joint embeds tokens by itself, without Falcon-H1's factor, also in text."""
+    text = family_config("falcon_h1")
+    assert text.embedding_multiplier != 1
+    config = vision_config("llava")
+    config.text_config = text
+    torch.manual_seed(0)
+    naive = LlavaForConditionalGeneration(config)
+    ours = longctx.patch(copy.deepcopy(naive))
+    ids = torch.arange(1, 25)[None]
+    expected, found = (model(input_ids=ids, labels=ids).loss for model in (naive, ours))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)

@@ -8,16 +8,18 @@ The backends (attention/backends.py) take documents by their bounds: no (S, S) m
 k, v, o (T, H d) and lse (H, T), while a layer runs; the layer is a checkpoint (seam.py).
 
 Values of another size than keys (DeepSeek's 128 of 192) are filled up with zeros. What is no causal
-self-attention, as that over images' features or of a vision tower, runs in torch's sdpa as before.
+self-attention, as that over images' features, over a cache of keys or of a vision tower, runs in
+torch's sdpa as before, and with sinks or a cap of scores in the model's own function.
 Importing this module registers the names of `NAMES` with transformers.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -65,10 +67,10 @@ def longctx_attention(
 ) -> tuple[Tensor, None]:  # (B, S, H, e)
     """Attends within the documents of a batch; padding gets zeros. Raises UserError for what it
     would leave out: dropout, and arguments that it does not know."""
-    if not isinstance(attention_mask, Seen):
+    if not _is_for(attention_mask, query, key):
         given = dict(scaling=scaling, dropout=dropout, **options)
         given |= {n: x for n, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None}
-        return _sdpa(module, query, key, value, attention_mask, **given)
+        return _theirs(module, query, key, value, attention_mask, **given)
     unknown = {n for n, x in options.items() if n not in _HARMLESS and not _says_nothing(x)}
     if dropout:
         unknown.add("dropout")
@@ -88,15 +90,37 @@ def longctx_attention(
     return o.view(rows, length, heads, widest)[..., : value.shape[-1]], None
 
 
-def _sdpa(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **given: Any
+def _is_for(mask: Seen | Tensor | None, query: Tensor, key: Tensor) -> TypeGuard[Seen]:
+    """Whether the mask is one of causal self-attention between these queries and keys. transformers
+    describes a mask by the cache of the first layer: where that layer keeps no keys (MiniMax), the
+    mask of a generated token is one of a row of one token, whatever other layers keep."""
+    return isinstance(mask, Seen) and mask.length == query.shape[2] == key.shape[2]
+
+
+def _theirs(
+    module: nn.Module,
+    query: Tensor,  # (B, H, S, d)
+    key: Tensor,  # (B, K, M, d)
+    value: Tensor,  # (B, K, M, e)
+    mask: Seen | Tensor | None,
+    **given: Any,
 ) -> Any:
-    if isinstance(given.get("s_aux"), Tensor) or given.get("softcap"):
+    """Runs torch's sdpa as transformers does, or a model's own function for what sdpa does not
+    have. Raises UserError for a model without one."""
+    if not (isinstance(given.get("s_aux"), Tensor) or given.get("softcap")):
+        mask = mask.theirs() if isinstance(mask, Seen) else mask
+        return AttentionInterface()["sdpa"](module, query, key, value, mask, **given)
+    own = vars(inspect.getmodule(type(module))).get("eager_attention_forward")
+    if own is None:
         raise UserError(
             f"{type(module).__name__} asks for sinks or a cap of scores beside a mask that is not "
             "causal, which torch's sdpa does not have: use --attn_backend eager"
         )
-    return AttentionInterface()["sdpa"](module, query, key, value, mask, **given)
+    mask = mask.dense() if isinstance(mask, Seen) else mask
+    if mask is not None and mask.dtype == torch.bool:  # what sdpa adds to scores, written out
+        least = torch.finfo(query.dtype).min
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, least)
+    return own(module, query, key, value, mask, **given)
 
 
 def _says_nothing(value: Any) -> bool:

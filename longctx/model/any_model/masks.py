@@ -39,9 +39,12 @@ class Seen:
     document, or in the window. A model that computes with its masks raises an error when it gets
     this object, and keeps its own attention."""
 
-    dense: Callable[[], Tensor | None]
+    dense: Callable[[], Tensor]
     """Makes the mask as sdpa takes it."""
-
+    theirs: Callable[[], Tensor | None]
+    """Makes what transformers hands to sdpa, which is None where sdpa is told that it is causal."""
+    length: int
+    """S, the tokens of a row, padding included: the queries and the keys that the mask is for."""
     documents: Documents
     """The bounds of the batch's documents, padding left out."""
     kept: Tensor | None
@@ -54,7 +57,7 @@ class Seen:
         parts = index if isinstance(index, tuple) else (index,)
         if all(isinstance(part, slice) and part in _WHOLE for part in parts):
             return self
-        return self.dense()[index]  # type: ignore[index]
+        return self.dense()[index]
 
 
 _WHOLE = (slice(None), slice(0, None))
@@ -76,7 +79,7 @@ def longctx_mask(
     """Returns what transformers calls a mask, for our attention: `Seen`, or a mask for sdpa.
     `use_vmap` says that the function is the caller's, which may not broadcast."""
     described: dict[str, Any] = {} if mask_function is None else {"mask_function": mask_function}
-    dense = partial(
+    theirs = partial(
         sdpa_mask,
         batch_size=batch_size,
         q_length=q_length,
@@ -88,8 +91,9 @@ def longctx_mask(
         local_size=local_size,
         use_vmap=use_vmap,
         device=device,
-        **{**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+        **options,
     )
+    dense = partial(theirs, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     plain = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset == 0
     if plain and mask_function is not None and not use_vmap:
         whole = attention_mask is None or attention_mask.shape == (batch_size, q_length)
@@ -97,7 +101,8 @@ def longctx_mask(
         for window in (None, local_size) if whole else ():
             if sampled.agrees(starts, window):
                 documents, kept = _documents(starts, attention_mask, torch.device(device))
-                return Seen(dense=dense, documents=documents, kept=kept, window=window)
+                masks: dict[str, Any] = dict(dense=dense, theirs=theirs, length=q_length)
+                return Seen(**masks, documents=documents, kept=kept, window=window)
     return dense()
 
 

@@ -13,7 +13,7 @@ from transformers.utils import can_return_tuple
 from longctx.constants import TOKEN_TYPES
 from longctx.errors import UserError
 from longctx.model.caller import Caller, classifier_reads_padding
-from longctx.model.families import base_of
+from longctx.model.families import base_of, embedding_multiplier
 from longctx.model.forwards.base import output_class
 from longctx.model.forwards.causal import as_causal, causal_forward
 from longctx.model.forwards.said import check_untraced, untraced
@@ -44,8 +44,11 @@ def joint_forward(self: Any, *args: Any, caller: Caller | None = None, **kwargs:
         # Gemma 3's whole model hands on labels, which nobody reads.
         text = {k: v for k, v in inputs.items() if k not in (*TOKEN_TYPES, "labels")}
         text |= {} if caller is None else caller.as_keyword(self.language_model)
-        if runtime.moves_weights and "input_ids" in text:
-            # As with images: engines that gather weights have to see one order of calls.
+        base: Any = base_of(self)
+        factors = [embedding_multiplier(base, given=given) for given in (False, True)]
+        if (runtime.moves_weights or factors[0] != factors[1]) and "input_ids" in text:
+            # As with images: engines that gather weights have to see one order of calls, and some
+            # language models multiply the tokens that they embed themselves.
             text["inputs_embeds"] = self.get_input_embeddings()(text.pop("input_ids"))
         own: Any = type(self)
         found = self.language_model(**text, return_dict=True)

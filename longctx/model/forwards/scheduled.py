@@ -69,8 +69,8 @@ def scheduled_forward(
     runtime.begin_pass()
     if mixes(base.config) and (slow := why_slow(base, x.device)):
         say(runtime, slow)
-    if (multiplier := embedding_multiplier(base)) != 1.0:
-        x = x * multiplier
+    multiplier = embedding_multiplier(base, given=inputs_embeds is not None)
+    x = x if multiplier == 1.0 else x * multiplier
     rope, documents, real = _positions(base, x, positions, attention_mask, bounds, parents, padding)
     caller.padded = real is not None and padding is None
     x, rope = x.reshape(B * S, D), rope.flatten(-2)  # (T,), or (3, T) with images
