@@ -22,7 +22,7 @@ ALLOWED = {
         *("plan", "lora", "tasks", "output", "engines", "loading", "model", "head"),
         *("layer", "attention", "data", "memory", "cost", "kernels"),
     },
-    "plan": {"lora", "engines", "model", "attention", "memory", "cost"},
+    "plan": {"lora", "loading", "engines", "model", "attention", "memory", "cost"},
     "lora": {"output", "loading", "model", "data"},
     "tasks": {"losses", "model", "head", "attention", "data"},
     "losses": {"model", "head"},

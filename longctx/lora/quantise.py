@@ -25,15 +25,9 @@ from longctx.safety.system import installed
 
 
 def check_quantize(args: ModelArguments) -> None:
-    """Raises UserError where weights cannot be quantised."""
-    if args.quantize == "none":
-        return
-    if not installed("bitsandbytes"):
+    """Raises UserError where this machine cannot quantise weights."""
+    if args.quantize != "none" and not installed("bitsandbytes"):
         raise UserError(f"--quantize nf4 needs bitsandbytes: {pip_install('bitsandbytes')}")
-    if str(args.model_name_or_path).endswith(".gguf"):
-        raise UserError(
-            "--quantize nf4 and a GGUF file: give the model that the file was made from"
-        )
 
 
 def check_experts(args: ModelArguments, config: PretrainedConfig) -> None:

@@ -27,6 +27,7 @@ from longctx.cost.seconds import Exchanged, Seconds
 from longctx.cost.sizes import Batch, Parameters, Sizes
 from longctx.engines.layout import Layout
 from longctx.errors import UserError, one_line
+from longctx.loading.pretrained import made_dense
 from longctx.lora.adapters import with_lora
 from longctx.lora.quantise import quantise_shapes_
 from longctx.lora.shapes import with_lora_shapes
@@ -178,6 +179,11 @@ class Subject:
         self._chunks_loss = chunks_loss(self.model)
         self._made_of, self._kind = self.model.config, type(self.model)
         self._any: dict[str, AnyLayers] = {}
+        self.packed = None if args is None else made_dense(args.source, config)
+        """MXFP4 or FP8 if weights of such files are made dense while they are read."""
+        gguf = args is not None and str(args.model_name_or_path).endswith(".gguf")
+        self.takes_nf4 = not (self.packed or gguf)
+        """Whether --quantize nf4 takes the model's files."""
         self._quantised = args is not None and args.quantize != "none"
         if self._quantised:
             quantise_shapes_(self.model)
@@ -214,10 +220,12 @@ class Subject:
 
     @cached_property
     def joined_bytes(self) -> int:
-        """The weights of experts in bytes, which transformers puts together in host memory from
-        several tensors of a checkpoint. It maps all others from their files, and those that are
-        quantised are there one layer at a time."""
+        """Bytes of the weights that transformers makes in host memory: those of experts, which it
+        puts together from several tensors of a checkpoint, and all of a model in FP8. It maps
+        others from their files, and those that are quantised are there one layer at a time."""
         layers: Any = decoder_layers(inside_peft(self.model))
+        if self.packed == "FP8":
+            return sum(x.nbytes for x in layers.parameters() if not x.requires_grad)
         found = [
             owner.get_parameter(name)
             for owner in stacks(layers).values()
@@ -465,7 +473,7 @@ def _planned(
         gpu_limit=limit,
         problem=_problem(decision, found, limit, held)
         or (decision.placement_problem(run.place) if run.exact else None)
-        or _reading_problem(reading, host_bytes // run.gpus),
+        or _reading_problem(subject, reading, host_bytes // run.gpus),
         rank_host_bytes=decision.host.nbytes + process + held,
         reading_bytes=reading,
         parameters=subject.parameters,
@@ -474,14 +482,16 @@ def _planned(
     )
 
 
-def _reading_problem(reading_bytes: int, host_bytes: int) -> str | None:
+def _reading_problem(subject: Subject, reading_bytes: int, host_bytes: int) -> str | None:
     """Returns why the model cannot be read into the free memory of the host; None if it can."""
     if reading_bytes <= host_bytes:
         return None
+    what, way = "the experts, which transformers puts together", "--quantize nf4"
+    if subject.packed:
+        what, way = "the weights, which transformers makes dense", "a copy in bfloat16 and " + way
     return (
-        f"{reading_bytes / GIB:.1f} GiB of host memory are needed to read the experts, which "
-        f"transformers puts together there, and {host_bytes / GIB:.1f} are free: --quantize nf4 "
-        "reads them layer by layer"
+        f"{reading_bytes / GIB:.1f} GiB of host memory are needed to read {what} there, and "
+        f"{host_bytes / GIB:.1f} are free: {way} reads them layer by layer"
     )
 
 

@@ -20,6 +20,7 @@ from longctx.engines import Engine, Plain
 from longctx.engines.collectives import whole_numel
 from longctx.errors import UserError, counted, print_rank0
 from longctx.loading.pretrained import read_config, read_model, unreadable
+from longctx.loading.quantised import note_preset
 from longctx.loading.weights import holds_nf4
 from longctx.lora.adapters import adapter_bytes, add_adapters, check_lora, check_peft
 from longctx.lora.quantise import (
@@ -62,18 +63,24 @@ def load_config(
     special_ids: Mapping[str, int | None] | None = None,
     rewards: bool = False,
     flag: str = ModelSource.flag,
+    frozen: bool = False,
+    engine: Engine | None = None,
 ) -> PretrainedConfig:
     """The model's configuration, checked against the run before any weight is touched; that of a
     model of `rewards` if asked for.
 
     `vocab_size` and `special_ids` (`bos_token_id`, ...) are the tokenizer's. A preset takes the
-    latter and, if it has no vocabulary of its own (tiny), the former. `flag` named the model.
+    latter and, if it has no vocabulary of its own (tiny), the former. `flag` named the model, which
+    is not trained if it is `frozen`, under an `engine` or without one.
     Raises UserError for a model that cannot be read, does not fit `custom`, or is too short.
     """
     if args.model_name_or_path is None:
-        config = _preset_config(args.preset or "tiny", vocab_size, special_ids or {})
+        preset = args.preset or "tiny"
+        config = _preset_config(preset, vocab_size, special_ids or {})
+        note_preset(preset, config, in_nf4=args.quantize != "none")
     else:
-        config = read_config(replace(args.source, flag=flag))
+        source = replace(args.source, flag=flag, frozen=args.source.frozen or frozen)
+        config = read_config(source, makes_dense=(engine or Plain()).makes_dense)
         if is_classifier(config) and not rewards:
             print_rank0(
                 f"{args.model_name_or_path} is a classifier or a model of rewards: it is read as a "

@@ -62,7 +62,10 @@ def check_teacher(
             "leave out --deepspeed and --fsdp"
         )
     theirs = load_config(
-        teacher_arguments(model_args, args), vocab_size=len(tokenizer), flag="--teacher"
+        teacher_arguments(model_args, args),
+        vocab_size=len(tokenizer),
+        flag="--teacher",
+        frozen=True,
     )
     sizes = [c.get_text_config().vocab_size for c in (theirs, config)]
     if sizes[0] != sizes[1]:
