@@ -202,10 +202,14 @@ def read_model(
 
 def made_dense(source: ModelSource, config: PretrainedConfig) -> str | None:
     """Returns MXFP4 or FP8 where the weights of `config`'s files are made dense while they are
-    read, of which the configuration itself says nothing; None for all others."""
+    read, of which the configuration itself says nothing; None for all others, and for files that
+    are not here."""
     if source.name is None or source.name.endswith(".gguf"):
         return None
-    return quantised.packed_as(quantised.of_files(_pretrained(source)[0], config))
+    try:
+        return quantised.packed_as(quantised.of_files(_pretrained(source)[0], config))
+    except OSError:
+        return None
 
 
 def _generation(source: ModelSource, config: PretrainedConfig) -> GenerationConfig | None:
