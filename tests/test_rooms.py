@@ -23,7 +23,7 @@ ALLOWED = {
         *("layer", "attention", "data", "memory", "cost", "kernels"),
     },
     "plan": {"lora", "loading", "engines", "model", "attention", "memory", "cost"},
-    "lora": {"output", "loading", "model", "data"},
+    "lora": {"output", "loading", "model", "data", "memory"},
     "tasks": {"losses", "model", "head", "attention", "data"},
     "losses": {"model", "head"},
     "output": {"memory", "cost"},

@@ -27,8 +27,10 @@ from longctx.lora.quantise import (
     check_experts,
     check_quantize,
     compute_in_,
+    leave_waiting_,
     quantise_,
     quantised_loading,
+    resting_place,
 )
 from longctx.model.adapters import keep_layout_
 from longctx.model.any_model.attention import NAMES as OUR_ATTENTION
@@ -188,6 +190,7 @@ def load_model(
     check_request(args, device)
     dtype = _dtype(args.dtype, device)
     attention = attention_name(args, config, device)
+    rests = resting_place(args, config, dtype, device)
     if args.model_name_or_path is None or engine.fills_weights:
         with engine.random_weights(device, weights_bytes(args, config, device)):
             model = auto_class(config).from_config(
@@ -200,7 +203,7 @@ def load_model(
     else:
         # bitsandbytes would quantise towers as well, and read them to the GPU.
         quantises = args.quantize != "none" and config.model_type in PREFIXES
-        more = {} if quantises else quantised_loading(args, dtype, device, config)
+        more = {} if quantises else quantised_loading(args, dtype, device, config, rests)
         model = read_model(args.source, config, dtype=dtype, attention=attention, **more)
         if config.model_type in PREFIXES and hasattr(next(model.parameters()), "ds_id"):
             # ZeRO-3's reading notes conversions that no name has gone through; saving would undo
@@ -209,7 +212,9 @@ def load_model(
         if holds_nf4(config):
             compute_in_(model, dtype)
     if quantises:
-        quantise_(model, device)
+        quantise_(model, device, rests)
+    if rests != device:
+        leave_waiting_(model, device)
     keep_layout_(model)
     seeing = ""
     if sees:
