@@ -115,16 +115,42 @@ def test_cross_entropy_loss(options) -> None:
     assert_close(*(torch.autograd.grad(v.sum(), x)[0] for v in values), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": True, "ignore_index": 3, "reduction": "sum"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": True, "ignore_index": 3, "reduction": "sum"},
+        {"reduction": "none"},
+        {"ce_weight": torch.linspace(0.5, 1.5, 11), "bias": True},
+    ],
+)
 def test_linear_cross_entropy_loss(options) -> None:
+    """With a layer of its own, and with one that is given in Liger-Kernel's order."""
     torch.manual_seed(0)
     ours = longctx.LinearCrossEntropyLoss(8, 11, **options)
     target = torch.randint(11, (4, 6)).masked_fill(torch.rand(4, 6) < 0.3, 3)
     how = {"ignore_index": -100, **options}
     how.pop("bias", None)
+    how["weight"] = how.pop("ce_weight", None)
     x = torch.randn(4, 6, 8)
     loss, truth = ours(x, target), nn.CrossEntropyLoss(**how)(ours.linear(x).mT, target)
     torch.testing.assert_close(loss, truth, rtol=1e-5, atol=1e-6)
+    assert torch.equal(ours(input=x, target=target), loss)
+    of_given = longctx.LinearCrossEntropyLoss(**{**options, "bias": False})
+    assert not list(of_given.parameters())
+    assert torch.equal(of_given(ours.linear.weight, x, target, ours.linear.bias), loss)
+
+
+def test_a_linear_loss_says_how_it_is_called() -> None:
+    head = longctx.LinearCrossEntropyLoss(8, 11)
+    x, target = torch.randn(4, 8), torch.zeros(4).long()
+    with pytest.raises(TypeError, match=r"takes \(input, target\): .*LinearCrossEntropyLoss\(\)"):
+        head(head.linear.weight, x, target)
+    with pytest.raises(TypeError, match="in_features and num_classes, or neither"):
+        longctx.LinearCrossEntropyLoss(8)
+    for kind in (longctx.LinearCrossEntropyLoss, longctx.CrossEntropyLoss):
+        with pytest.raises(ValueError, match="has no return_token_accuracy: .*is_top1"):
+            kind(return_token_accuracy=True)
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": True, "ignore_index": 3, "temperature": 0.5}])
