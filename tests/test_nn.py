@@ -10,7 +10,7 @@ import torch
 from small_model import tiny_config
 from torch import nn
 from torch.testing import assert_close
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaForCausalLM
 from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 from transformers.models.llama.modeling_llama import (
@@ -22,6 +22,8 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
 import longctx
+from longctx.errors import UserError
+from longctx.model.any_model.runtime import any_part
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -115,16 +117,42 @@ def test_cross_entropy_loss(options) -> None:
     assert_close(*(torch.autograd.grad(v.sum(), x)[0] for v in values), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": True, "ignore_index": 3, "reduction": "sum"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": True, "ignore_index": 3, "reduction": "sum"},
+        {"reduction": "none"},
+        {"ce_weight": torch.linspace(0.5, 1.5, 11), "bias": True},
+    ],
+)
 def test_linear_cross_entropy_loss(options) -> None:
+    """With a layer of its own, and with one that is given in Liger-Kernel's order."""
     torch.manual_seed(0)
     ours = longctx.LinearCrossEntropyLoss(8, 11, **options)
     target = torch.randint(11, (4, 6)).masked_fill(torch.rand(4, 6) < 0.3, 3)
     how = {"ignore_index": -100, **options}
     how.pop("bias", None)
+    how["weight"] = how.pop("ce_weight", None)
     x = torch.randn(4, 6, 8)
     loss, truth = ours(x, target), nn.CrossEntropyLoss(**how)(ours.linear(x).mT, target)
     torch.testing.assert_close(loss, truth, rtol=1e-5, atol=1e-6)
+    assert torch.equal(ours(input=x, target=target), loss)
+    of_given = longctx.LinearCrossEntropyLoss(**{**options, "bias": False})
+    assert not list(of_given.parameters())
+    assert torch.equal(of_given(ours.linear.weight, x, target, ours.linear.bias), loss)
+
+
+def test_a_linear_loss_says_how_it_is_called() -> None:
+    head = longctx.LinearCrossEntropyLoss(8, 11)
+    x, target = torch.randn(4, 8), torch.zeros(4).long()
+    with pytest.raises(TypeError, match=r"takes \(input, target\): .*LinearCrossEntropyLoss\(\)"):
+        head(head.linear.weight, x, target)
+    with pytest.raises(TypeError, match="in_features and num_classes, or neither"):
+        longctx.LinearCrossEntropyLoss(8)
+    for kind in (longctx.LinearCrossEntropyLoss, longctx.CrossEntropyLoss):
+        with pytest.raises(ValueError, match="has no return_token_accuracy: .*is_top1"):
+            kind(return_token_accuracy=True)
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": True, "ignore_index": 3, "temperature": 0.5}])
@@ -171,3 +199,25 @@ def test_from_pretrained(tmp_path: Path) -> None:
     LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
     model = longctx.AutoLongctxModelForCausalLM.from_pretrained(tmp_path, keep="x", dtype="auto")
     assert type(model) is LlamaForCausalLM and model.longctx.args.keep == "x"
+
+
+def test_from_config() -> None:
+    """Weights are random, as transformers makes them; Liger's switches are refused before."""
+    torch.manual_seed(0)
+    ours = longctx.AutoLongctxModelForCausalLM.from_config(tiny_config(), keep="x", strict=True)
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(tiny_config())
+    assert ours.longctx.args.keep == "x" and ours.model.longctx.strict
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
+    for call in (longctx.patch, longctx.AutoLongctxModelForCausalLM.from_config):
+        with pytest.raises(UserError, match=r"rope=False .* parts=\['rms_norm'"):
+            call(theirs if call is longctx.patch else tiny_config(), rope=False)
+    with pytest.raises(UserError, match="from_config has no option 'kep'.*keep"):
+        longctx.AutoLongctxModelForCausalLM.from_config(tiny_config(), kep="x")
+    with pytest.raises(UserError, match="rms_norm=True .*schedule has all of them"):
+        longctx.patch_class("llama", rms_norm=True)
+    model = longctx.AutoLongctxModelForCausalLM.from_config(
+        GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32), any_model=True
+    )
+    assert any_part(model) is not None

@@ -189,6 +189,7 @@ def check_models(asked: Asked) -> Checked:
         vocab_size=len(tokenizer),
         special_ids={name: getattr(tokenizer, name) for name in SPECIAL},
         rewards=args.task == "reward",
+        engine=asked.engine,
     )
     check_towers(model_args, config, asked.engine, args.world_size)
     check_layers(model_args, args, config)

@@ -140,6 +140,11 @@ class DeepSpeed(Engine):
         if "nvme" in places and not AsyncIOBuilder().is_compatible(verbose=False):
             raise UserError("--deepspeed: offload to NVMe needs libaio: apt install libaio-dev")
 
+    @property
+    def makes_dense(self) -> bool:
+        """Under ZeRO-3 transformers hands each process its part of a weight as the file has it."""
+        return (self.settings.get("zero_optimization") or {}).get("stage") != 3
+
     def gather_whole(self, model: nn.Module, layers: nn.ModuleList) -> None:
         from deepspeed.utils import set_z3_leaf_modules
 

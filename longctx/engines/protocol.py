@@ -3,7 +3,8 @@
 read, layout  the plan                                     what its file says, and means in bytes
 prepare    before transformers opens the process group     the environment, defaults of options
 start      before the model is made                        checks, what must run by then
-random_weights, fills_weights, gather_whole, whole_weight  while the model is made
+makes_dense, random_weights, fills_weights, gather_whole, whole_weight
+                                                           while the model is made
 adapters, needs_input_gradient, whole_adapters             of adapters over frozen weights
 reshard    after passes without gradients
 configure, clip_grad_norm, pending_bytes                   around a step
@@ -142,6 +143,11 @@ class Engine(ABC):
             )
 
     # --- the model ---------------------------------------------------------------------------
+
+    @property
+    def makes_dense(self) -> bool:
+        """Whether weights that a checkpoint has packed can be made dense while they are read."""
+        return True
 
     @property
     def fills_weights(self) -> bool:

@@ -24,14 +24,22 @@ from torch import Tensor
 
 from longctx.constants import IGNORE_INDEX
 from longctx.head.logits import LazyLogits
-from longctx.head.stream import check_device, check_labels, check_number, check_positive
+from longctx.head.stream import (
+    check_class_weight,
+    check_labels,
+    check_number,
+    check_positive,
+    ignoring,
+    refuse_others,
+    weighted_mean,
+)
 from longctx.kernels.annotate import annotated
 from longctx.kernels.cross_entropy_rows import (
     Terms,
     cross_entropy_rows,
     cross_entropy_rows_gradient,
 )
-from longctx.kernels.launch import check_float, check_rows, check_shape, once_differentiable
+from longctx.kernels.launch import check_float, check_rows, once_differentiable
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -90,6 +98,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     lse_square_scale: float = 0.0,
+    **others: Any,
 ) -> Tensor:  # () fp32, or of labels' shape for reduction="none"
     """Cross-entropy of logits that are there, differentiable in them. Backward overwrites logits.
 
@@ -111,8 +120,9 @@ def cross_entropy(
     memory of its own. In backward, autograd raises RuntimeError if another operation still needs
     the logits that it saved, or if backward runs twice.
 
-    Raises ValueError for a wrong shape, dtype, value or layout, and for `weight` together with
-    `label_smoothing` or `lse_square_scale`.
+    Raises ValueError for a wrong shape, dtype, value or layout, for `weight` together with
+    `label_smoothing` or `lse_square_scale`, and for `others`, arguments of Liger-Kernel's loss that
+    it does not have, with what to do instead.
 
     Example:
         >>> import longctx, torch
@@ -123,24 +133,15 @@ def cross_entropy(
         >>> torch.allclose(loss, torch.nn.functional.cross_entropy(head(hidden).mT, labels))
         True
     """
+    refuse_others("cross_entropy", others)
     if isinstance(logits, LazyLogits):
         logits = logits.read()
     _check(logits, labels, weight, reduction, label_smoothing, softcap, lse_square_scale)
     terms = Terms(label_smoothing, softcap, lse_square_scale)
-    targets = labels
-    if ignore_index != IGNORE_INDEX:
-        targets = labels.masked_fill(labels == IGNORE_INDEX, -1)
-        targets = targets.masked_fill(labels == ignore_index, IGNORE_INDEX)
+    targets = ignoring(labels, ignore_index)
     batch = (logits, targets) if logits.dim() == 3 else (logits[None], targets[None])
     losses = _CrossEntropy.apply(*batch, _is_spare(logits), terms).view(labels.shape)
-    counts = (targets != IGNORE_INDEX).to(losses.dtype)
-    if weight is not None:
-        counts = counts * weight.to(losses.dtype)[targets.clamp(0, len(weight) - 1)]
-        losses = losses * counts
-    if reduction == "none":
-        return losses
-    count = counts.sum()
-    return losses.sum() / torch.where(count > 0, count, 1) if reduction == "mean" else losses.sum()
+    return weighted_mean(losses, targets, weight, reduction)
 
 
 def _is_spare(logits: Tensor) -> bool:
@@ -171,9 +172,5 @@ def _check(
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
     check_positive(softcap=softcap)
-    if weight is None:
-        return
-    check_shape("weight", weight, logits.shape[-1:])
-    check_device(logits, weight=weight)
-    if label_smoothing or lse_square_scale:
-        raise ValueError("weight goes with neither label_smoothing nor lse_square_scale")
+    vocab = logits.shape[-1]
+    check_class_weight("weight", weight, logits, vocab, label_smoothing, lse_square_scale)

@@ -15,11 +15,16 @@ and the fp32 d_weight (V, D), which is rounded once, in backward, together with 
 in backward.
 
 The 16-bit gradients of a piece are compacted into the first half of its own logits.
+
+Losses that are wanted one by one (`reduction="none"`, weights of classes) have weights that only
+backward knows. Forward keeps the lse of each row then, and backward computes the logits again,
+unless the head is frozen (stream.py has the FLOPs).
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -29,15 +34,27 @@ from longctx.cost.table import Buffer, Table, Work
 from longctx.head.pieces import RowCount, Rows
 from longctx.head.stream import (
     Objective,
+    check_class_weight,
     check_count,
     check_labels,
     check_number,
     check_positive,
     checked_head,
+    ignoring,
     logits_budget,
+    per_row,
     reduced,
+    refuse_others,
+    weighted_mean,
 )
 from longctx.kernels.cross_entropy import IGNORE_INDEX, cross_entropy_forward
+from longctx.kernels.cross_entropy_rows import (
+    Terms,
+    cross_entropy_rows,
+    cross_entropy_rows_gradient,
+)
+
+Reduction = Literal["mean", "sum", "none"]
 
 
 def linear_cross_entropy_reference(
@@ -51,6 +68,7 @@ def linear_cross_entropy_reference(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logits_scaling: float = 1.0,
+    lse_square_scale: float = 0.0,
 ) -> Tensor:  # scalar
     """Computes the loss by ordinary autograd, with all logits held, for tests and readers."""
     logits = torch.nn.functional.linear(hidden, weight, bias).flatten(0, -2)  # (T, V)
@@ -60,16 +78,19 @@ def linear_cross_entropy_reference(
     loss = torch.nn.functional.cross_entropy(
         z, y, ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=label_smoothing
     )
+    loss = loss + lse_square_scale * z[y != IGNORE_INDEX].logsumexp(-1).square().sum()
     if num_items is not None:
         return loss / num_items
     return loss / max(1, int((y != IGNORE_INDEX).sum())) if reduction == "mean" else loss
 
 
 class _CrossEntropy(Objective):
+    """The loss of each row, of which the sum is wanted."""
+
     in_place = True
 
-    def __init__(self, logits_scaling: float, options: dict[str, Any]) -> None:
-        self.divisor, self._options = logits_scaling, options
+    def __init__(self, logits_scaling: float, terms: Terms) -> None:
+        self.divisor, self._terms = logits_scaling, terms
 
     def prepare(self, rows: Rows, dtype: torch.dtype) -> None:
         self._labels = rows.labels
@@ -78,11 +99,44 @@ class _CrossEntropy(Objective):
     def forward(
         self, logits: list[Tensor], part: slice, d_logits: Tensor | None, scale: Tensor
     ) -> None:
-        (z,), labels = logits, self._labels[part]
-        if self.divisor != 1.0:
-            z /= self.divisor
-        losses = cross_entropy_forward(z, labels, d_logits=d_logits, scale=scale, **self._options)
-        self.values[0][part] = losses
+        z, labels = self._scaled(logits), self._labels[part]
+        self.values[0][part] = cross_entropy_forward(
+            z, labels, d_logits=d_logits, scale=scale, **self._terms._asdict()
+        )
+
+    def _scaled(self, logits: list[Tensor]) -> Tensor:
+        (z,) = logits
+        return z if self.divisor == 1.0 else z.div_(self.divisor)
+
+
+class _EachCrossEntropy(_CrossEntropy):
+    """The same, each with a gradient of its own."""
+
+    in_place = False  # its gradient's kernel has no order in which rows of logits are read
+
+    def prepare(self, rows: Rows, dtype: torch.dtype) -> None:
+        super().prepare(rows, dtype)
+        self._lse = torch.empty_like(self.values[0])
+
+    def forward(
+        self, logits: list[Tensor], part: slice, d_logits: Tensor | None, scale: Tensor
+    ) -> None:
+        if d_logits is not None:
+            return super().forward(logits, part, d_logits, scale)
+        found = cross_entropy_rows(self._scaled(logits), self._labels[part], self._terms)
+        self.values[0][part], self._lse[part] = found
+
+    def backward(
+        self,
+        logits: list[Tensor],
+        part: slice,
+        d_logits: Tensor,
+        d_values: Sequence[Tensor | None],
+    ) -> None:
+        (scale,) = d_values
+        assert scale is not None
+        given = self._scaled(logits), self._labels[part], self._lse[part]
+        cross_entropy_rows_gradient(*given, scale, d_logits, self._terms)
 
 
 def linear_cross_entropy(
@@ -91,31 +145,42 @@ def linear_cross_entropy(
     labels: Tensor,  # (T,) or (B, S), already aligned with hidden: nothing is shifted here
     *,
     bias: Tensor | None = None,  # (V,)
+    ce_weight: Tensor | None = None,  # (V,)
+    ignore_index: int = IGNORE_INDEX,
     num_items: int | Tensor | None = None,
-    reduction: Literal["mean", "sum"] = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logits_scaling: float = 1.0,
+    lse_square_scale: float = 0.0,
     logits_bytes: int | None = None,
     counted: RowCount | None = None,
-) -> Tensor:  # () fp32
+    **others: Any,
+) -> Tensor:  # () fp32, or of labels' shape for reduction="none"
     """Cross-entropy of hidden @ weight.T + bias, differentiable in hidden, weight and bias.
 
     Shapes: hidden is (T, D) with labels (T,), or (B, S, D) with labels (B, S); weight is (V, D) and
     bias (V,). hidden and weight have one dtype, bf16, fp16 or fp32; labels are int64, in [0, V) or
-    -100. The loss is fp32, of shape ().
+    `ignore_index`. The loss is fp32, of shape (), or of labels' shape for `reduction="none"`.
 
-    Labels of -100 are ignored. The sum over the others is divided by `num_items` if given (the
-    count over a whole gradient accumulation, HF's `num_items_in_batch`), else by their number
-    (`reduction="mean"`), else by nothing (`"sum"`). Without any label that counts the loss is 0.
-    `label_smoothing`, in [0, 1], is torch.nn.functional.cross_entropy's. `softcap` bounds the
-    logits by softcap * tanh(logits / softcap), `logits_scaling` divides them before that,
-    `logits_bytes` bounds the logits held at a time (default: `default_logits_bytes`).
-    `counted` is of these labels, from whoever had them earlier: the host does not wait for the GPU
-    then.
+    Labels of `ignore_index` are left out. The sum over the others is divided by `num_items` if
+    given (the count over a whole gradient accumulation, HF's `num_items_in_batch`), else by their
+    number (`reduction="mean"`), else by nothing (`"sum"`). Without any label that counts the loss
+    is 0. `ce_weight` has a factor for each class, and the mean is divided by the factors' sum, as
+    in torch.nn.functional.cross_entropy. `label_smoothing`, in [0, 1], is torch's. `softcap` bounds
+    the logits by softcap * tanh(logits / softcap), `logits_scaling` divides them before that,
+    `lse_square_scale` adds that factor times the square of the log of the sum of exponentials
+    (PaLM's z-loss) to each loss, `logits_bytes` bounds the logits held at a time (default:
+    `default_logits_bytes`). `counted` is of these labels, from whoever had them earlier: the host
+    does not wait for the GPU then.
 
     Without gradients (torch.no_grad, or nothing that requires them) none are computed. Backward may
-    run once: a second one is a RuntimeError. Raises ValueError for a wrong shape, dtype or value.
+    run once: a second one is a RuntimeError. With `ce_weight` or `reduction="none"` it computes the
+    logits again unless weight and bias are frozen.
+
+    Raises ValueError for a wrong shape, dtype or value, for `ce_weight` together with
+    `label_smoothing`, `lse_square_scale` or `num_items`, and for `others`, arguments of
+    Liger-Kernel's and Apple's losses that it does not have, with what to do instead.
 
     Example:
         >>> import longctx, torch
@@ -125,21 +190,36 @@ def linear_cross_entropy(
         >>> longctx.linear_cross_entropy(hidden, weight, labels).item()  # log(16)
         2.77258...
     """
+    refuse_others("linear_cross_entropy", others)
     trained = weight.requires_grad
     head = checked_head(hidden, weight, bias)
     check_labels(labels, hidden)
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
     check_count(num_items)
-    check_number(label_smoothing=label_smoothing)
+    check_positive(softcap=softcap, logits_scaling=logits_scaling)
+    _check_terms(label_smoothing, lse_square_scale, reduction, num_items)
+    of_classes = "ce_weight", ce_weight, weight, len(weight)
+    check_class_weight(*of_classes, label_smoothing, lse_square_scale)
+    logits_bytes = logits_budget(logits_bytes, weight, trained)
+    labels = ignoring(labels, ignore_index)
+    rows = Rows(labels.flatten(), len(weight), counted)
+    terms = Terms(label_smoothing, softcap, lse_square_scale)
+    if ce_weight is None and reduction != "none":
+        count = 1 if num_items is None and reduction == "sum" else num_items
+        return reduced(_CrossEntropy(logits_scaling, terms), head, rows, count, logits_bytes)
+    if num_items is not None:
+        raise ValueError("num_items goes with neither ce_weight nor reduction='none'")
+    (losses,) = per_row(_EachCrossEntropy(logits_scaling, terms), head, rows, logits_bytes)
+    return weighted_mean(losses.view(labels.shape), labels, ce_weight, reduction)
+
+
+def _check_terms(
+    label_smoothing: float, lse_square_scale: float, reduction: str, num_items: Any
+) -> None:
+    check_number(label_smoothing=label_smoothing, lse_square_scale=lse_square_scale)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    check_positive(softcap=softcap, logits_scaling=logits_scaling)
-    logits_bytes = logits_budget(logits_bytes, weight, trained)
-    rows = Rows(labels.flatten(), len(weight), counted)
-    count = 1 if num_items is None and reduction == "sum" else num_items
-    options = {"label_smoothing": label_smoothing, "softcap": softcap}
-    return reduced(_CrossEntropy(logits_scaling, options), head, rows, count, logits_bytes)
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
 
 
 # --- what it costs ---------------------------------------------------------------------------

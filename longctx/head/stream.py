@@ -32,13 +32,14 @@ tests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from longctx.constants import IGNORE_INDEX
 from longctx.cost.sizes import default_logits_bytes
 from longctx.head.pieces import Gradients, Head, Rows, stream, wide_dtype
 from longctx.kernels.annotate import annotated
@@ -350,6 +351,82 @@ def check_positive(**values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name} must be positive, got {value}")
+
+
+def check_class_weight(
+    name: str,
+    class_weight: Tensor | None,
+    like: Tensor,  # on the device where it must be
+    vocab: int,
+    label_smoothing: float,
+    lse_square_scale: float,
+) -> None:
+    """Raises ValueError for weights of classes of another shape or device, and beside terms of the
+    loss that belong to no class; None passes."""
+    if class_weight is None:
+        return
+    check_shape(name, class_weight, (vocab,))
+    check_device(like, **{name: class_weight})
+    if label_smoothing or lse_square_scale:
+        raise ValueError(f"{name} goes with neither label_smoothing nor lse_square_scale")
+
+
+def ignoring(labels: Tensor, ignore_index: int) -> Tensor:
+    """Returns labels whose ignored rows have IGNORE_INDEX, which is no label where a caller ignores
+    another number."""
+    if ignore_index == IGNORE_INDEX:
+        return labels
+    labels, ignored = labels.masked_fill(labels == IGNORE_INDEX, -1), labels == ignore_index
+    return labels.masked_fill(ignored, IGNORE_INDEX)
+
+
+def weighted_mean(
+    losses: Tensor,  # of each row, 0 where the label is ignored
+    labels: Tensor,  # of losses' shape
+    class_weight: Tensor | None,  # (V,)
+    reduction: str,
+) -> Tensor:  # (), or of losses' shape for reduction="none"
+    """Returns losses times their labels' weights, or the sum or mean of these. The mean is divided
+    by the sum of the weights, as in torch.nn.functional.cross_entropy."""
+    counts = (labels != IGNORE_INDEX).to(losses.dtype)
+    if class_weight is not None:
+        known = labels.clamp(0, len(class_weight) - 1)
+        counts = counts * class_weight.to(losses.dtype)[known]
+        losses = losses * counts
+    if reduction == "none":
+        return losses
+    count = counts.sum()
+    return losses.sum() / torch.where(count > 0, count, 1) if reduction == "mean" else losses.sum()
+
+
+_INSTEAD = {
+    "return_z_loss": "the loss minus the one with lse_square_scale=0, under torch.no_grad(), is it",
+    "return_token_accuracy": "longctx.linear_log_probs has it: the mean of its is_top1",
+    "return_predicted_tokens": "longctx.linear_log_probs' is_top1 says which labels are predicted; "
+    "for other tokens take the argmax of (hidden @ weight.T) in pieces",
+    "return_lse": "longctx.linear_log_probs has the log-probabilities that it is needed for",
+    "use_token_scaling": "multiply the losses of reduction='none' by what each token counts",
+    "accum_dtype": "gradients are summed in fp32 anyway",
+    "accum_e_fp32": "gradients are summed in fp32 anyway",
+    "accum_c_fp32": "gradients are summed in fp32 anyway",
+    "filter_eps": "no gradient is left out here",
+    "filter_e_grad": "no gradient is left out here",
+    "filter_c_grad": "no gradient is left out here",
+    "shift": "pass hidden[:, :-1] and labels[:, 1:], which is what it does",
+    "impl": "the kernels are chosen by the device",
+    "vocab_parallel_options": "the weight is whole: gather it first",
+}
+"""Arguments of Liger-Kernel's losses and of Apple's cut-cross-entropy, and what to do instead."""
+
+
+def refuse_others(function: str, others: Mapping[str, Any]) -> None:
+    """Raises ValueError for an argument of other libraries' losses that asks for something, with
+    what to do instead, and TypeError for an unknown one, as Python does."""
+    for name, value in others.items():
+        if name not in _INSTEAD:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        if value not in (None, False):
+            raise ValueError(f"{function} has no {name}: {_INSTEAD[name]}; leave it out")
 
 
 def logits_budget(logits_bytes: int | None, weight: Tensor, trained: bool) -> int:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from longctx.errors import UserError, one_line, print_rank0, shortened
-from longctx.loading import mxfp4
+from longctx.loading import quantised
 from longctx.loading.sizes import check_raw_sizes, check_sizes, experts_of
 from longctx.loading.weights import (
     REWARD_HEAD,
@@ -33,7 +33,6 @@ from longctx.loading.weights import (
     weight_files,
 )
 from longctx.model.classes import auto_class, is_classifier
-from longctx.model.vision import PREFIXES
 from longctx.options.model import ModelSource
 from longctx.safety.checksum import checksums
 from longctx.safety.files import refuse_odd, refuse_run
@@ -42,9 +41,10 @@ from longctx.safety.packages import pip_install
 from longctx.safety.system import expanded, installed
 
 
-def read_config(source: ModelSource) -> PretrainedConfig:
+def read_config(source: ModelSource, *, makes_dense: bool = True) -> PretrainedConfig:
     """The configuration of a pretrained model, without what its author chose for other machines.
-    Raises UserError for one that is unreadable, or of a model that cannot be trained."""
+    `makes_dense` is its engine's answer (engines/protocol.py). Raises UserError for one that is
+    unreadable, or of a model that cannot be trained."""
     name, where = _pretrained(source)
     try:
         adapter = find_adapter_config_file(name)
@@ -59,9 +59,13 @@ def read_config(source: ModelSource) -> PretrainedConfig:
         raise _is_adapter(source, Path(adapter).name)
     _check_values(source, config)
     if "gguf_file" not in where:
-        _refuse_quantised(source, config)
-        if mxfp4.is_held(config):  # `read_model` makes it dense
+        quantised.check(source, config, makes_dense=makes_dense)
+        if quantised.packed_as(config):  # `read_model` makes it dense
             del config.quantization_config
+    elif source.in_nf4:
+        raise UserError(
+            "--quantize nf4 and a GGUF file: give the model that the file was made from"
+        )
     if other := getattr(config, "transformers_weights", None):
         raise UserError(
             f"{source.name}: its config.json has the weights in {shortened(str(other), 80)} "
@@ -95,29 +99,6 @@ def _check_values(source: ModelSource, config: PretrainedConfig) -> None:
         raise UserError(f"{source.name}: its config.json drops {dropout} of attention")
 
 
-def _refuse_quantised(source: ModelSource, config: PretrainedConfig) -> None:
-    if mxfp4.is_held(config):
-        return
-    if holds_nf4(config) and config.model_type not in PREFIXES:
-        if source.under_adapters:
-            return
-        raise UserError(
-            f"{source.name} is in 4 bits (bitsandbytes): rounded weights cannot be trained as a "
-            "whole, nor merged: train adapters over them with --lora_r and --quantize nf4, or give "
-            "the model that it was made from, in bfloat16 or float32"
-        )
-    for part in (config, config.get_text_config()):
-        for key in ("quantization_config", "compression_config"):
-            found = getattr(part, key, None)
-            if found:
-                method = found.get("quant_method") if isinstance(found, dict) else None
-                raise UserError(
-                    f"{source.name} is quantised ({method or 'by an unnamed method'}), "
-                    "and rounded weights cannot be trained as a whole: give the model that it was "
-                    "made from, in bfloat16 or float32"
-                )
-
-
 def read_model(
     source: ModelSource,
     config: PretrainedConfig,
@@ -131,14 +112,16 @@ def read_model(
     Says if a model of rewards starts with a random head, unless an adapter's takes its place
     (`head_follows`). Raises UserError where a weight is missing or damaged."""
     name, where = _pretrained(source)
-    of_files = config if "gguf_file" in where else mxfp4.of_files(name, config)
-    in_mxfp4 = mxfp4.is_held(of_files)
-    if in_mxfp4:
-        config, more = of_files, more | mxfp4.loading(str(source.name), more)
+    of_files = config if "gguf_file" in where else quantised.of_files(name, config)
+    packed = quantised.packed_as(of_files)
+    if packed:
+        config, more = of_files, more | quantised.made_dense(packed)
     try:
-        packed = holds_nf4(config) or in_mxfp4
-        tensors = check_files(_weight_files(name, where), packed=packed)
+        files = _weight_files(name, where)
+        tensors = check_files(files, packed=holds_nf4(config) or packed is not None)
         refuse_without_experts(str(source.name), tensors, experts_of(config))
+        if packed == "FP8":
+            quantised.check_blocks(files, of_files)
         with hidden_report(REWARD_HEAD):
             loaded: Any = auto_class(config).from_pretrained(
                 name,
@@ -170,15 +153,23 @@ def read_model(
     gguf = unread_of_gguf(Path(name, where["gguf_file"]), model) if "gguf_file" in where else []
     refuse_partial(str(source.name), model, found, beside=gguf)
     forget_tie(model)
-    if "gguf_file" in where or in_mxfp4:
+    if "gguf_file" in where or packed:
         forget_packed(model)
-    if in_mxfp4:
-        mxfp4.finish_(model, dtype)
-        print_rank0(
-            f"{source.name} is in MXFP4: its experts are made dense, in "
-            f"{str(model.dtype).removeprefix('torch.')}, and saved so"
-        )
+    if packed:
+        quantised.finish_(model, str(source.name), packed, dtype)
     return model
+
+
+def made_dense(source: ModelSource, config: PretrainedConfig) -> str | None:
+    """Returns MXFP4 or FP8 where the weights of `config`'s files are made dense while they are
+    read, of which the configuration itself says nothing; None for all others, and for files that
+    are not here."""
+    if source.name is None or source.name.endswith(".gguf"):
+        return None
+    try:
+        return quantised.packed_as(quantised.of_files(_pretrained(source)[0], config))
+    except OSError:
+        return None
 
 
 def _generation(source: ModelSource, config: PretrainedConfig) -> GenerationConfig | None:
@@ -247,8 +238,8 @@ def _weight_files(name: str, where: dict[str, Any]) -> list[Path]:
 
 
 def forget_packed(model: Any) -> None:
-    """Weights of a GGUF file and of MXFP4 are dequantised on loading, but the model still says that
-    it is quantised, and then can be neither trained nor saved."""
+    """Weights of a GGUF file, of MXFP4 and of FP8 are made dense on loading, but the model still
+    says that it is quantised, and then can be neither trained nor saved."""
     model.is_quantized = False
     for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
         if hasattr(owner, name):

@@ -33,7 +33,6 @@ from longctx.lora.foreign import base_of_run, check_fits, read_adapter
 from longctx.lora.quantise import round_to_nf4_
 from longctx.model.classes import as_reward_model
 from longctx.model.vision import copy_processor
-from longctx.options.config import ModelArguments
 from longctx.options.model import ModelSource
 from longctx.output.card import merged_card, write_card
 from longctx.output.definition import BASE
@@ -99,7 +98,7 @@ def merge(
         raise UserError(f"{adapter} does not say which model it is of: give --model")
     with claimed(output) as staged:
         tokenizer = _tokenizer(adapter)
-        base = ModelArguments(model_name_or_path=name, class_type="vanilla").source
+        base = ModelSource(name=name, frozen=True)
         config = _config(adapter, base)
         if found.get("task_type") == "SEQ_CLS":
             as_reward_model(config)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from longctx.model.blocks import scales
+
 BLOCK, SCALES = 64, 256
 """Weights that share a scale, and scales that share one."""
 
@@ -24,6 +26,24 @@ def in_nf4(weight: torch.Tensor, device: torch.device) -> Any:  # (O, I) or (E, 
 
     packed: Any = Params4bit(weight, requires_grad=False, quant_type="nf4")
     return packed.to(device)
+
+
+def move_(packed: Any, device: torch.device) -> Any:
+    """Moves a weight in 4 bits with its scales, and returns it. The few numbers of its codes stay:
+    kernels read them, wherever the weight waits."""
+    packed.data = packed.data.to(device)
+    for part in scales(packed):
+        part.put(part.tensor.to(device))
+    return packed
+
+
+def move_codes_(packed: Any, device: torch.device) -> None:
+    """Moves these few numbers to where kernels run."""
+    state = packed.quant_state
+    for owner, names in ((state, ("code", "offset")), (state.state2, ("code",))):
+        for name in names if owner is not None else ():
+            if (found := getattr(owner, name)) is not None:
+                setattr(owner, name, found.to(device))
 
 
 def shape_in_nf4(weight: torch.Tensor, double: bool) -> Any:

@@ -3,20 +3,26 @@
 These are linear maps and the weights of all experts (model/matrices.py). Pretrained weights are
 quantised as they are read, one after the other (quantised_reading.py); a preset's once the model is
 made. Embedding, norms, routers and lm_head stay as they are.
+
+Each weight is packed on the GPU. A GPU that cannot hold them all at once, as 24 GiB cannot hold the
+35 of 70B, hands each of them to host memory before the next is packed, from where blocks move to
+their places (memory/settle.py). `waits_on_host` decides it, for a run and for its plan.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from longctx.errors import UserError
+from longctx.constants import GIB
+from longctx.errors import UserError, print_rank0
 from longctx.loading.weights import holds_nf4, quantization
-from longctx.lora.nf4 import in_nf4, shape_in_nf4
-from longctx.model.blocks import decoder_layers
+from longctx.lora.nf4 import in_nf4, move_, move_codes_, shape_in_nf4
+from longctx.memory.store import free_gpu_bytes
+from longctx.model.blocks import decoder_layers, move_buffers, scales
 from longctx.model.classes import without_storage
 from longctx.model.matrices import linears, matrices, stack_names, stacks
 from longctx.options.config import ModelArguments
@@ -25,15 +31,9 @@ from longctx.safety.system import installed
 
 
 def check_quantize(args: ModelArguments) -> None:
-    """Raises UserError where weights cannot be quantised."""
-    if args.quantize == "none":
-        return
-    if not installed("bitsandbytes"):
+    """Raises UserError where this machine cannot quantise weights."""
+    if args.quantize != "none" and not installed("bitsandbytes"):
         raise UserError(f"--quantize nf4 needs bitsandbytes: {pip_install('bitsandbytes')}")
-    if str(args.model_name_or_path).endswith(".gguf"):
-        raise UserError(
-            "--quantize nf4 and a GGUF file: give the model that the file was made from"
-        )
 
 
 def check_experts(args: ModelArguments, config: PretrainedConfig) -> None:
@@ -58,19 +58,78 @@ def check_experts(args: ModelArguments, config: PretrainedConfig) -> None:
         )
 
 
+class Packed(NamedTuple):
+    """What a model in 4 bits takes while it is read."""
+
+    nbytes: int
+    """Bytes of all its weights and their scales."""
+    largest: int
+    """Bytes of the largest weight before it is packed."""
+
+
+def packed_bytes(shapes: nn.Module) -> Packed:
+    """Returns the bytes of a model without storage whose weights `quantise_shapes_` has packed."""
+    nbytes, largest = 0, 0
+    for weight in shapes.parameters():
+        nbytes += weight.nbytes + sum(part.tensor.nbytes for part in scales(weight))
+        if (state := getattr(weight, "quant_state", None)) is not None:
+            largest = max(largest, state.shape.numel() * state.dtype.itemsize)
+    return Packed(nbytes, largest)
+
+
+def waits_on_host(packed: Packed, gpu_bytes: int) -> bool:
+    """Whether weights wait on the host when they are packed: a GPU with so many free bytes does not
+    hold all of them and, of the largest, three dense copies (quantised_reading.py)."""
+    return packed.nbytes + 3 * packed.largest > gpu_bytes
+
+
+def resting_place(
+    args: ModelArguments, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+) -> torch.device:
+    """Returns where weights wait that were packed on `device`, until the run places them."""
+    if args.quantize == "none" or device.type != "cuda":
+        return device
+    if (shapes := without_storage(config, dtype)) is None:
+        return device
+    quantise_shapes_(shapes)
+    packed = packed_bytes(shapes)
+    if not waits_on_host(packed, free_gpu_bytes(device)):
+        return device
+    print_rank0(
+        f"{packed.nbytes / GIB:.1f} GiB of weights in 4 bits are packed on the GPU one by one and "
+        "wait in host memory until they are placed"
+    )
+    return torch.device("cpu")
+
+
 def quantised_loading(
-    args: ModelArguments, dtype: torch.dtype, device: torch.device, checkpoint: Any = None
+    args: ModelArguments,
+    dtype: torch.dtype,
+    device: torch.device,
+    checkpoint: Any = None,
+    rests: torch.device | None = None,
 ) -> dict[str, Any]:
-    """Returns more arguments for `from_pretrained`. The configuration of a `checkpoint` in 4 bits
-    already says how."""
+    """Returns more arguments for `from_pretrained`, which packs weights on `device` and leaves them
+    where they are to wait (`rests`, by default there). The configuration of a `checkpoint` in 4
+    bits already says how."""
     if args.quantize == "none":
         return {}
+    place = {"device_map": {"": rests or device}}
     if holds_nf4(checkpoint):
         checkpoint.quantization_config["bnb_4bit_compute_dtype"] = str(dtype).split(".")[1]
-        return {"device_map": {"": device}}
+        return place
     from longctx.lora.quantised_reading import reading_in_nf4
 
-    return {"quantization_config": reading_in_nf4(dtype), "device_map": {"": device}}
+    return {"quantization_config": reading_in_nf4(dtype, device), **place}
+
+
+def leave_waiting_(model: Any, device: torch.device) -> None:
+    """Makes a model whose weights wait in host memory one that `device` computes."""
+    for weight in model.parameters():
+        if getattr(weight, "quant_state", None) is not None:
+            move_codes_(weight, device)
+    move_buffers(model, device)
+    vars(model).pop("hf_device_map", None)  # by which Trainer takes it for placed
 
 
 def compute_in_(model: Any, dtype: torch.dtype) -> None:
@@ -83,12 +142,14 @@ def compute_in_(model: Any, dtype: torch.dtype) -> None:
             weight.data = weight.data.to(dtype)
 
 
-def quantise_(model: Any, device: torch.device) -> None:
-    """Quantises the layers of a model in memory, in place, on `device`. Each weight in 16 bits is
-    freed before the next is quantised."""
+def quantise_(model: Any, device: torch.device, rests: torch.device | None = None) -> None:
+    """Quantises the layers of a model in memory, in place, on `device`; `rests` is where weights
+    wait afterwards, by default there. Each weight in 16 bits is freed before the next is quantised.
+    """
     from bitsandbytes.nn import Linear4bit
 
     layers: Any = decoder_layers(model)
+    rests = rests or device
     for path in [*linears(layers)]:
         linear = layers.get_submodule(path)
         made = Linear4bit(
@@ -97,13 +158,16 @@ def quantise_(model: Any, device: torch.device) -> None:
             quant_type="nf4",
             device="meta",
         )
-        made.weight = in_nf4(linear.weight.data, device)
+        made.weight = move_(in_nf4(linear.weight.data, device), rests)
         made.bias = linear.bias
+        if made.bias is not None:
+            made.bias.data = made.bias.data.to(rests)
         parent, _, name = path.rpartition(".")
-        setattr(layers.get_submodule(parent), name, made.to(device))
+        setattr(layers.get_submodule(parent), name, made)
     for owner in stacks(layers).values():
         for name in stack_names(owner):
-            setattr(owner, name, in_nf4(owner.get_parameter(name).data, device))
+            packed = in_nf4(owner.get_parameter(name).data, device)
+            setattr(owner, name, move_(packed, rests))
     model.is_loaded_in_4bit = True  # PEFT looks for it
 
 

@@ -3,8 +3,9 @@
 transformers quantises linear maps with bitsandbytes while it reads a model, and leaves the weights
 of experts, (E, O, I), in 16 bits without a word. The quantizer here is transformers' own and takes
 these, too. transformers then reads one parameter after the other: it puts a layer's experts of one
-kind (gate and up, or down) together on the device, and what is quantised here is freed before the
-next are read. So a model needs room for its 4 bits, and for three of one such parameter in 16.
+kind (gate and up, or down) together where the model is read to, and what is quantised here is freed
+before the next are read. So a model needs room for its 4 bits, and for three of one such parameter
+in 16. What is read to the host is packed on the GPU and comes back.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationMethod
 
-from longctx.lora.nf4 import in_nf4
+from longctx.lora.nf4 import in_nf4, move_
 from longctx.model.matrices import stack_names
 
 _NAME = "longctx_nf4"
 """The name under which transformers finds the quantizer."""
+_DEVICE = "longctx_device"
+"""The key of the device on its way to the quantizer; no configuration is saved with it."""
 
 
-def reading_in_nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
+def reading_in_nf4(dtype: torch.dtype, device: torch.device) -> BitsAndBytesConfig:
     """Returns the `quantization_config` of `from_pretrained` that reads matrices of decoder layers
-    in 4 bits, which are made dense in `dtype`. The model's own is bitsandbytes' afterwards."""
+    in 4 bits, packed on `device`, which are made dense in `dtype`. The model's own is bitsandbytes'
+    afterwards."""
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -36,6 +40,7 @@ def reading_in_nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
         bnb_4bit_compute_dtype=dtype,
     )
     config.quant_method = cast(QuantizationMethod, _NAME)
+    vars(config)[_DEVICE] = device
     return config
 
 
@@ -43,6 +48,7 @@ def reading_in_nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
 class _Quantizer(Bnb4BitHfQuantizer):
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         quantization_config.quant_method = QuantizationMethod.BITS_AND_BYTES
+        self.device: torch.device = vars(quantization_config).pop(_DEVICE)
         super().__init__(quantization_config, **kwargs)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
@@ -56,14 +62,17 @@ class _Quantizer(Bnb4BitHfQuantizer):
 
 class _Quantise(Bnb4bitQuantize):
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns the parameters of these names in 4 bits; each has a tensor or a list of one."""
+        """Returns the parameters of these names in 4 bits, where they were; each has a tensor or a
+        list of one."""
         found = {}
         for name, given in input_dict.items():
+            weight = given[0] if isinstance(given, list) else given
+            rests, weight = weight.device, weight.to(self.hf_quantizer.device)
             if _is_stack(kwargs["model"], name):
-                weight = given[0] if isinstance(given, list) else given
-                found[name] = in_nf4(weight, weight.device)
+                packed = in_nf4(weight, weight.device)
             else:
-                found |= super().convert({name: given}, *args, **kwargs)
+                packed = super().convert({name: weight}, *args, **kwargs)[name]
+            found[name] = move_(packed, rests)
         return found
 
 

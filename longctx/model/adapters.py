@@ -180,6 +180,11 @@ def expert_adapters(module: nn.Module) -> Iterator[nn.Parameter]:
         yield from wrapper.lora_B.parameters()
 
 
+def adapts_experts(model: nn.Module) -> bool:
+    """Whether adapters of experts are among a model's, which PEFT calls `target_parameters`."""
+    return next(expert_adapters(model), None) is not None
+
+
 def inner_modules(module: Any) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
     """Yields what the schedule reads inside an adapted linear layer, with the classes whose forward
     it may have."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -147,6 +148,14 @@ def decoder_layers(model: Any) -> Iterable[nn.Module]:
         return found
     inside = [] if decoder is None else _checkpointed(decoder)
     return nn.ModuleList(inside or _checkpointed(model))
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """RoPE's frequencies and the like, which are in no block."""
+    resting = at_rest(model)
+    for module in (module for module in model.modules() if module not in resting):
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
 
 
 def _checkpointed(module: nn.Module) -> list[nn.Module]:

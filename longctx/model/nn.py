@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from longctx.head.log_probs import OUTPUTS, TokenLogProbs, linear_log_probs
 from longctx.head.logits_loss import Reduction as LogitsReduction
 from longctx.head.logits_loss import cross_entropy
 from longctx.head.loss import linear_cross_entropy
+from longctx.head.stream import ignoring, refuse_others
 from longctx.kernels.launch import check_eps, check_shape
 from longctx.kernels.norm import layer_norm, rms_norm
 from longctx.kernels.rope import rope
@@ -221,8 +222,10 @@ class CrossEntropyLoss(nn.Module):
         *,
         softcap: float | None = None,
         lse_square_scale: float = 0.0,
+        **others: Any,
     ) -> None:
         super().__init__()
+        refuse_others("CrossEntropyLoss", others)
         self.register_buffer("weight", weight)
         self.ignore_index, self.reduction = ignore_index, reduction
         self.label_smoothing, self.softcap = label_smoothing, softcap
@@ -267,19 +270,21 @@ class _LinearHead(nn.Module):
     def _target(self, target: Tensor, input: Tensor) -> Tensor:  # (...) -> (T,)
         check_shape("target", target, input.shape[:-1])
         target = target.reshape(-1)
-        if self.ignore_index == IGNORE_INDEX:
-            return target
-        return target.masked_fill(target == self.ignore_index, IGNORE_INDEX)
+        return ignoring(target, self.ignore_index)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
-class LinearCrossEntropyLoss(_LinearHead):
+class LinearCrossEntropyLoss(nn.Module):
     """Cross-entropy of a linear layer's outputs, which are never held as a whole.
 
     forward(input, target) takes input (..., in_features) and target (...), int64, which holds class
     indices or `ignore_index`, and returns the fp32 loss, (): the mean over the targets that are not
-    ignored, or for `reduction="sum"` the sum over them. Raises ValueError for a wrong shape, dtype
-    or value.
+    ignored, for `reduction="sum"` the sum over them, for `"none"` each target's, (...). The options
+    are those of `longctx.linear_cross_entropy`.
+
+    Without sizes it has no layer of its own and takes Liger-Kernel's arguments:
+    forward(weight, input, target, bias=None).
+
+    Raises ValueError for a wrong shape, dtype or value, and TypeError for other arguments.
 
     Example:
         >>> import longctx, torch
@@ -289,20 +294,72 @@ class LinearCrossEntropyLoss(_LinearHead):
         >>> loss.backward()
         >>> loss.shape, head.linear.weight.grad.shape
         (torch.Size([]), torch.Size([1000, 64]))
+        >>> loss_fn = longctx.LinearCrossEntropyLoss()
+        >>> torch.equal(loss_fn(head.linear.weight, input, target), loss)
+        True
     """
 
-    reduction: Literal["mean", "sum"] = "mean"
-    label_smoothing: float = 0.0
+    linear: nn.Linear | None
+    ce_weight: Tensor | None
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # () fp32
-        return linear_cross_entropy(
-            self._rows(input),
-            self.linear.weight,
-            self._target(target, input),
-            bias=self.linear.bias,
+    def __init__(
+        self,
+        in_features: int | None = None,
+        num_classes: int | None = None,
+        *,
+        bias: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        ignore_index: int = IGNORE_INDEX,
+        reduction: LogitsReduction = "mean",
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        lse_square_scale: float = 0.0,
+        ce_weight: Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        refuse_others("LinearCrossEntropyLoss", others)
+        super().__init__()
+        self.linear = None
+        if (in_features is None) != (num_classes is None):
+            raise TypeError("LinearCrossEntropyLoss takes in_features and num_classes, or neither")
+        if in_features is not None and num_classes is not None:
+            self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
+        self.register_buffer("ce_weight", ce_weight)
+        self.ignore_index, self.reduction = ignore_index, reduction
+        self.label_smoothing, self.softcap = label_smoothing, softcap
+        self.lse_square_scale = lse_square_scale
+
+    def forward(self, *tensors: Tensor, **named: Any) -> Tensor:  # () fp32, or target's shape
+        if self.linear is None:
+            return self._loss(*tensors, **named)
+        if len(tensors) > 2:
+            raise TypeError(
+                "this LinearCrossEntropyLoss has a linear layer of its own and takes (input, "
+                "target): for (weight, input, target) make one without sizes, "
+                "longctx.LinearCrossEntropyLoss()"
+            )
+        named = {**named, "bias": self.linear.bias}
+        return self._loss(self.linear.weight, *tensors, **named)
+
+    def _loss(
+        self, weight: Tensor, input: Tensor, target: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        _check_features("input", input, weight.shape[-1])
+        check_shape("target", target, input.shape[:-1])
+        loss = linear_cross_entropy(
+            input.reshape(-1, weight.shape[-1]),
+            weight,
+            target.reshape(-1),
+            bias=bias,
+            ce_weight=self.ce_weight,
+            ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
+            softcap=self.softcap,
+            lse_square_scale=self.lse_square_scale,
         )
+        return loss.view(target.shape) if self.reduction == "none" else loss
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -45,7 +45,7 @@ from longctx.model.runtime import Runtime, runtime_of
 from longctx.model.stand_ins import has_packed_experts
 from longctx.model.strangers import is_trls_head
 from longctx.options.model import Backend, ClassType, Keeping, Offload, PatchOptions
-from longctx.options.parts import PARTS, SCHEDULE, check_names, chosen_parts
+from longctx.options.parts import FUSED, PARTS, SCHEDULE, WHOLE, check_names, chosen_parts
 from longctx.safety.system import installed
 
 _NOT_ASKED = ("class_type", "seq_len")
@@ -155,6 +155,7 @@ def checked_options(
 ) -> PatchOptions:
     """Returns the options of a call of `who`. Raises UserError for a name or a value that there is
     not, and for an option that single parts, or any model, have no use for."""
+    _refuse_switches(who, options)
     for name, value in options.items():
         if name not in OPTIONS:
             raise UserError(f"{who} has no option {name!r}; did you mean {_nearest(name)}?")
@@ -174,8 +175,28 @@ def checked_options(
     return args
 
 
+def _refuse_switches(who: str, options: Mapping[str, Any]) -> None:
+    """Raises UserError for Liger-Kernel's switches, `rope=False`, with the parts that they mean."""
+    switches = {n: on for n, on in options.items() if n in PARTS and isinstance(on, bool)}
+    if not switches:
+        return
+    on = dict.fromkeys(("rope", "rms_norm", "swiglu", FUSED), True) | switches
+    on[FUSED] &= not on.get(WHOLE, False)
+    said = ", ".join(f"{name}={value}" for name, value in switches.items())
+    kernels = [name for name, is_on in on.items() if is_on]
+    raise UserError(
+        f"{who}: {said} is a switch of Liger-Kernel's; here parts=[...] names the kernels to put "
+        f"into Hugging Face's layers: parts={kernels} is what it would switch on; without parts "
+        "the schedule has all of them"
+    )
+
+
 def _nearest(name: str) -> str:
-    return difflib.get_close_matches(name, ("strict", *OPTIONS), n=1, cutoff=0.0)[0]
+    return difflib.get_close_matches(name, (*_CALLS, *OPTIONS), n=1, cutoff=0.0)[0]
+
+
+_CALLS = ("strict", "any_model")
+"""What `patch` takes beside the options that it keeps."""
 
 
 def said_of(model: PreTrainedModel) -> str:
@@ -195,8 +216,9 @@ def _patched(model: PreTrainedModel) -> str:
 
 
 class AutoLongctxModelForCausalLM:
-    """AutoModelForCausalLM.from_pretrained whose model is patched: it takes what that takes, and
-    the options of `longctx.patch` by name, `strict` too. Raises what the two raise.
+    """AutoModelForCausalLM whose models are patched: `from_pretrained` and `from_config` take what
+    they take there, and the options of `longctx.patch` by name, `strict` and `any_model` too. They
+    raise what the two raise.
 
     Example:
         >>> import tempfile
@@ -214,17 +236,27 @@ class AutoLongctxModelForCausalLM:
 
     @classmethod
     def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> PreTrainedModel:
-        options = {name: kwargs.pop(name) for name in ("strict", *OPTIONS) if name in kwargs}
-        checked_options(cls.__name__, {n: x for n, x in options.items() if n != "strict"})
+        return cls._made(AutoModelForCausalLM.from_pretrained, name_or_path, *args, **kwargs)
+
+    @classmethod
+    def from_config(cls, config: Any, **kwargs: Any) -> PreTrainedModel:
+        return cls._made(AutoModelForCausalLM.from_config, config, **kwargs)
+
+    @classmethod
+    def _made(cls, make: Callable[..., Any], *args: Any, **kwargs: Any) -> PreTrainedModel:
+        _refuse_switches(cls.__name__, kwargs)
+        options = {name: kwargs.pop(name) for name in (*_CALLS, *OPTIONS) if name in kwargs}
+        kept = {name: value for name, value in options.items() if name not in _CALLS}
+        checked_options(cls.__name__, kept, any_model=options.get("any_model", False))
         try:
-            model = AutoModelForCausalLM.from_pretrained(name_or_path, *args, **kwargs)
+            model = make(*args, **kwargs)
         except TypeError as error:
             # transformers hands on what it does not know to the model, whose class refuses it.
             found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if found is None or found[1] not in kwargs:
                 raise
             raise UserError(
-                f"from_pretrained has no option {found[1]!r}, neither transformers' nor longctx's; "
+                f"{make.__name__} has no option {found[1]!r}, neither transformers' nor longctx's; "
                 f"did you mean {_nearest(found[1])}?"
             ) from error
         return patch(model, **options)

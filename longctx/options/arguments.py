@@ -217,7 +217,8 @@ class ModelArguments:
         return ModelSource(
             name=self.model_name_or_path,
             trust_remote_code=self.trust_remote_code,
-            under_adapters=self.quantize == "nf4",
+            frozen=self.lora_r is not None,
+            in_nf4=self.quantize == "nf4",
         )
 
     def of_another(self, name: str | None, **changes: Any) -> ModelArguments:

@@ -77,5 +77,7 @@ class ModelSource:
     """Whether code that a model repository ships may run."""
     flag: str = "--model_name_or_path"
     """The option that named it, for messages."""
-    under_adapters: bool = False
-    """Whether its weights stay as they are in 4 bits, under adapters, if its files have them so."""
+    frozen: bool = False
+    """Whether its weights are not trained: under adapters, or of a model that only computes."""
+    in_nf4: bool = False
+    """Whether its weights are to be in 4 bits, by `--quantize nf4`."""

@@ -97,7 +97,12 @@ OF_TRANSFORMERS: dict[str, About] = {
     **_train(
         "weight_decay", Range(0, 100), APPLIED, says="AdamW's weight decay, of matrices alone."
     ),
-    **_train("optim", NUMBERS, says="Optimizer: sgd, adafactor, lion and others."),
+    **_train(
+        "optim",
+        NUMBERS,
+        says="AdamW, exact in bf16; or sgd, lion and others. With --optimizer_states fp32, the "
+        "default in bf16, longctx's own AdamW runs for adamw_torch and adamw_torch_fused.",
+    ),
     **_train("eval_strategy", says="Evaluate during training: no, steps or epoch."),
     **_train(
         "eval_steps",

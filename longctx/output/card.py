@@ -63,6 +63,7 @@ def model_card(record: Record, lines: Sequence[Mapping[str, Any]]) -> str:
         adapter=adapter,
         datasets=list(dict.fromkeys(known)),
         other_rope=bool({"rope_scaling", "extend_context"} & options.keys()),
+        merge=merge_first(options.get("quantize")) if model.get("adapts_experts") else "",
         tags=["longctx", task, *(["lora"] if adapter else [])],
         title=f"{base}, {how} at {length}",
         beginning=f"{what} {as_code(base)}{named}, {how} on rows of {length} by longctx {version}.",
@@ -104,6 +105,7 @@ def _render(
     tags: list[str],
     title: str,
     other_rope: bool = False,
+    merge: str = "",
     **parts: Any,
 ) -> str:
     ends = (found for end, found in _LOADERS.items() if kind.endswith(end))
@@ -124,9 +126,17 @@ def _render(
         base=base_model,
         # The adapter's own configuration tells of RoPE that was changed for the run.
         other_rope=other_rope,
+        merge=merge,
         **parts,
     )
     return str(card)
+
+
+def merge_first(quantize: str | None, final: str = "path/to/final") -> str:
+    """Returns the command that makes an ordinary model of adapters of experts: vLLM takes no
+    `target_parameters`."""
+    more = " --quantize nf4" if quantize == "nf4" else ""
+    return f"longctx merge {final} --output merged{more}"
 
 
 Facts = list[tuple[str, str]]

@@ -136,7 +136,8 @@ class _Search:
         if lora and self.run.gpus > 1 and self.run.engine is not None:
             lora = [{"lora_r": RANK}, *lora]
         packed = {**beside, "lora_r": model.lora_r or RANK, "quantize": "nf4"}
-        return [*lora, packed] if model.quantize == "none" else lora
+        takes = model.quantize == "none" and self.subject.takes_nf4
+        return [*lora, packed] if takes else lora
 
     def shorter_rows(self, kinds: list[Options]) -> list[Change]:
         """The longest row that fits under each of these options."""

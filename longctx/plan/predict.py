@@ -27,8 +27,9 @@ from longctx.cost.seconds import Exchanged, Seconds
 from longctx.cost.sizes import Batch, Parameters, Sizes
 from longctx.engines.layout import Layout
 from longctx.errors import UserError, one_line
+from longctx.loading.pretrained import made_dense
 from longctx.lora.adapters import with_lora
-from longctx.lora.quantise import quantise_shapes_
+from longctx.lora.quantise import packed_bytes, quantise_shapes_, waits_on_host
 from longctx.lora.shapes import with_lora_shapes
 from longctx.memory.ladder import Budget, Step, choose, displayed, predicted
 from longctx.memory.levels import Levels, pending_levels
@@ -178,9 +179,15 @@ class Subject:
         self._chunks_loss = chunks_loss(self.model)
         self._made_of, self._kind = self.model.config, type(self.model)
         self._any: dict[str, AnyLayers] = {}
-        self._quantised = args is not None and args.quantize != "none"
-        if self._quantised:
+        self.packed = None if args is None else made_dense(args.source, config)
+        """MXFP4 or FP8 if weights of such files are made dense while they are read."""
+        gguf = args is not None and str(args.model_name_or_path).endswith(".gguf")
+        self.takes_nf4 = not (self.packed or gguf)
+        """Whether --quantize nf4 takes the model's files."""
+        self.quantised = args is not None and args.quantize != "none"
+        if self.quantised:
             quantise_shapes_(self.model)
+            self._in_4_bits = packed_bytes(self.model)
         if args is not None and args.lora_r is not None:
             # PEFT copies what is trained as a whole; its layers are six times slower to make.
             whole = args.lora_modules_to_save or is_classifier(config)
@@ -212,18 +219,29 @@ class Subject:
             self._blocks[asked] = found
         return self._blocks[asked]
 
+    def reading_bytes(self, gpu_bytes: int) -> int:
+        """Bytes of the host that reading takes, beside a GPU with so many free: those of weights
+        that transformers makes there, and all of a model in 4 bits that such a GPU does not hold.
+        """
+        if not self.quantised:
+            return self._made_bytes
+        packed = self._in_4_bits
+        waits = waits_on_host(packed, gpu_bytes)
+        return packed.nbytes + packed.largest if waits else 0
+
     @cached_property
-    def joined_bytes(self) -> int:
-        """The weights of experts in bytes, which transformers puts together in host memory from
-        several tensors of a checkpoint. It maps all others from their files, and those that are
-        quantised are there one layer at a time."""
+    def _made_bytes(self) -> int:
+        """Bytes of the weights that transformers makes in host memory: those of experts, which it
+        puts together from several tensors of a checkpoint, and all of a model in FP8. It maps
+        others from their files."""
         layers: Any = decoder_layers(inside_peft(self.model))
-        found = [
-            owner.get_parameter(name)
+        if self.packed == "FP8":
+            return sum(x.nbytes for x in layers.parameters() if not x.requires_grad)
+        return sum(
+            owner.get_parameter(name).nbytes
             for owner in stacks(layers).values()
             for name in stack_names(owner)
-        ]
-        return 0 if self._quantised else sum(x.nbytes for x in found)
+        )
 
     @cached_property
     def tower(self) -> Tower | None:
@@ -451,7 +469,8 @@ def _planned(
         placed = zip(decision.specs, decision.places, strict=True)
         images = replace(images, away=any(not p.weight for spec, p in placed if spec.sees))
         found = with_images(found, images, standing)
-    reading = process + (subject.joined_bytes if engine is None else 0)
+    on_gpu = alone.gpu_bytes - alone.held_bytes
+    reading = process + (subject.reading_bytes(on_gpu) if engine is None else 0)
     if more := chosen.graph_bytes:
         found = [Phase(name, {**buffers, "CUDA graphs": more}) for name, buffers in found]
     return Plan(
@@ -465,7 +484,7 @@ def _planned(
         gpu_limit=limit,
         problem=_problem(decision, found, limit, held)
         or (decision.placement_problem(run.place) if run.exact else None)
-        or _reading_problem(reading, host_bytes // run.gpus),
+        or _reading_problem(subject, reading, host_bytes // run.gpus),
         rank_host_bytes=decision.host.nbytes + process + held,
         reading_bytes=reading,
         parameters=subject.parameters,
@@ -474,15 +493,25 @@ def _planned(
     )
 
 
-def _reading_problem(reading_bytes: int, host_bytes: int) -> str | None:
+def _reading_problem(subject: Subject, reading_bytes: int, host_bytes: int) -> str | None:
     """Returns why the model cannot be read into the free memory of the host; None if it can."""
     if reading_bytes <= host_bytes:
         return None
+    what, way = "the experts, which transformers puts together", _BY_LAYER
+    if subject.packed:
+        what, way = "the weights, which transformers makes dense", f"a copy in bfloat16 and {way}"
+    if subject.quantised:
+        what, way = (
+            "the weights in 4 bits, which the GPU does not hold",
+            "a GPU that holds them all",
+        )
     return (
-        f"{reading_bytes / GIB:.1f} GiB of host memory are needed to read the experts, which "
-        f"transformers puts together there, and {host_bytes / GIB:.1f} are free: --quantize nf4 "
-        "reads them layer by layer"
+        f"{reading_bytes / GIB:.1f} GiB of host memory are needed to read {what} there, and "
+        f"{host_bytes / GIB:.1f} are free: {way}"
     )
+
+
+_BY_LAYER = "--quantize nf4 reads them layer by layer"
 
 
 def _seen(found: Seconds, images: Images | None, step: Step) -> Seconds:

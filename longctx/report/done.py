@@ -11,8 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from longctx.errors import printable, shortened
+from longctx.model.adapters import adapts_experts, inside_peft
 from longctx.options.config import DataArguments, ModelArguments, TrainArguments
 from longctx.output import FINAL, METRICS
+from longctx.output.card import merge_first
 from longctx.program import started_as
 from longctx.report.sample import Sample
 from longctx.run.metrics import peak_memory
@@ -57,5 +59,8 @@ def summarise(
     own = model_args.model_name_or_path and (data_args.train_file or data_args.dataset_name)
     yours = f"{started_as()} --model_name_or_path YOUR_MODEL --train_file YOUR_FILES"
     report = f"longctx report {shlex.quote(str(output_dir))}"
+    if adapts_experts(inside_peft(trainer.model)):
+        merge = merge_first(model_args.quantize, shlex.quote(str(output_dir / FINAL)))
+        table.add_row("next", escape(printable(f"{merge} (vLLM takes no adapters of experts)")))
     table.add_row("next", escape(printable(report)) if own else yours)
     Console().print(table)

@@ -20,6 +20,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -153,8 +154,8 @@ def evaluate(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lengths = [seq_len // 8, seq_len // 4, seq_len // 2, seq_len]
     next(needles(texts, tokenizer, lengths=lengths, repeats=1))  # too short for one?
-    own = read_config(model_args.source).get_text_config()
-    config = load_config(model_args, vocab_size=len(tokenizer))
+    own = read_config(replace(model_args.source, frozen=True)).get_text_config()
+    config = load_config(model_args, vocab_size=len(tokenizer), frozen=True)
     model = load_model(model_args, config, device=device).to(device).eval()  # type: ignore[arg-type]
     start = time.perf_counter()
     result = {

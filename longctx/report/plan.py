@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_known(model_args, train_args)
     check_dtype(model_args)
     with redirect_stdout(sys.stderr):  # what RoPE does beyond the model's positions
-        config = load_config(model_args, vocab_size=VOCAB_SIZE)
+        config = load_config(model_args, vocab_size=VOCAB_SIZE, engine=engine)
         check_towers(model_args, config, engine, args.gpus)
         check_layers(model_args, train_args, config)
         subject = Subject(config, model_args, None if args.gpu else _gpu_here())
@@ -75,6 +75,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = run_of(model_args, train_args, engine, args.gpus, args.document_tokens)
     if declined := subject.declined(run):
         print(printable(declined), file=sys.stderr)
+    if subject.packed:
+        name = model_args.model_name_or_path
+        print(
+            printable(f"{name} is in {subject.packed}: planned dense, as it is read"),
+            file=sys.stderr,
+        )
     for line in unplanned(train_args, args.answer_tokens):
         print(printable(line), file=sys.stderr)
     run = with_answers(run, args.answer_tokens)

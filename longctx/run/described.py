@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from longctx.engines.collectives import whole_numel
-from longctx.model.adapters import inside_peft
+from longctx.model.adapters import adapts_experts, inside_peft
 from longctx.options.config import DataArguments, ModelArguments, TrainArguments
 from longctx.options.limits import given
 from longctx.output.definition import plain
@@ -70,6 +70,7 @@ def _model(model_args: ModelArguments, model: Any) -> dict[str, Any]:
         "parameters": sum(map(whole_numel, parameters)),
         "trained_parameters": sum(whole_numel(p) for p in parameters if p.requires_grad),
         "dtype": str(base.dtype).removeprefix("torch."),
+        **({"adapts_experts": True} if adapts_experts(base) else {}),
     }
 
 

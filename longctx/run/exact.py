@@ -8,7 +8,7 @@ too, needs no flush: each block's update ends before its module runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -28,6 +28,7 @@ from longctx.lora.plus import has_adapters, with_rates
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.store import free_gpu_bytes
 from longctx.model.adapters import inside_peft
+from longctx.model.blocks import move_buffers
 from longctx.model.vision import at_rest
 from longctx.options.config import TrainArguments
 from longctx.options.task import TaskName
@@ -59,12 +60,10 @@ def overrides(method: Method) -> Method:
     return method
 
 
-def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """RoPE's frequencies and the like, which are in no block."""
-    resting = at_rest(model)
-    for module in (module for module in model.modules() if module not in resting):
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
+def _outside_gpu(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the parameters that are not on a GPU, but for those of towers at rest."""
+    resting = {p for module in at_rest(model) for p in module.parameters()}
+    return (p for p in model.parameters() if p not in resting and not p.is_cuda)
 
 
 class ExactTrainer(Trainer):
@@ -92,6 +91,11 @@ class ExactTrainer(Trainer):
         self._wants_exact = exact and uses_exact_states(args, model.dtype)
         self.row_tokens = row_tokens
         super().__init__(model=model, args=args, **kw)
+        in_4_bits = getattr(
+            model, "is_loaded_in_4bit", False
+        )  # Trainer leaves it where it was read
+        if in_4_bits and args.device.type == "cuda" and next(_outside_gpu(model), None) is not None:
+            self._move_model_to_device(model, args.device)
 
     @property
     def exact(self) -> ExactAdamW | None:
@@ -179,9 +183,7 @@ class ExactTrainer(Trainer):
     @overrides
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Weights that are too large for the GPU go from host memory to their places directly."""
-        resting = {p for module in at_rest(model) for p in module.parameters()}
-        moved = (p for p in model.parameters() if p not in resting)
-        needed = sum(p.nbytes for p in moved if not p.is_cuda)
+        needed = sum(p.nbytes for p in _outside_gpu(model))
         alone = device.type == "cuda" and self._wants_exact and self.args.world_size == 1
         limit = (self.args.gpu_memory_gib or inf) * GIB
         if alone and (self.args.place == "host" or needed >= min(free_gpu_bytes(device), limit)):

@@ -20,14 +20,17 @@ from longctx.engines import Engine, Plain
 from longctx.engines.collectives import whole_numel
 from longctx.errors import UserError, counted, print_rank0
 from longctx.loading.pretrained import read_config, read_model, unreadable
+from longctx.loading.quantised import note_preset
 from longctx.loading.weights import holds_nf4
 from longctx.lora.adapters import adapter_bytes, add_adapters, check_lora, check_peft
 from longctx.lora.quantise import (
     check_experts,
     check_quantize,
     compute_in_,
+    leave_waiting_,
     quantise_,
     quantised_loading,
+    resting_place,
 )
 from longctx.model.adapters import keep_layout_
 from longctx.model.any_model.attention import NAMES as OUR_ATTENTION
@@ -62,18 +65,24 @@ def load_config(
     special_ids: Mapping[str, int | None] | None = None,
     rewards: bool = False,
     flag: str = ModelSource.flag,
+    frozen: bool = False,
+    engine: Engine | None = None,
 ) -> PretrainedConfig:
     """The model's configuration, checked against the run before any weight is touched; that of a
     model of `rewards` if asked for.
 
     `vocab_size` and `special_ids` (`bos_token_id`, ...) are the tokenizer's. A preset takes the
-    latter and, if it has no vocabulary of its own (tiny), the former. `flag` named the model.
+    latter and, if it has no vocabulary of its own (tiny), the former. `flag` named the model, which
+    is not trained if it is `frozen`, under an `engine` or without one.
     Raises UserError for a model that cannot be read, does not fit `custom`, or is too short.
     """
     if args.model_name_or_path is None:
-        config = _preset_config(args.preset or "tiny", vocab_size, special_ids or {})
+        preset = args.preset or "tiny"
+        config = _preset_config(preset, vocab_size, special_ids or {})
+        note_preset(preset, config, in_nf4=args.quantize != "none")
     else:
-        config = read_config(replace(args.source, flag=flag))
+        source = replace(args.source, flag=flag, frozen=args.source.frozen or frozen)
+        config = read_config(source, makes_dense=(engine or Plain()).makes_dense)
         if is_classifier(config) and not rewards:
             print_rank0(
                 f"{args.model_name_or_path} is a classifier or a model of rewards: it is read as a "
@@ -181,6 +190,7 @@ def load_model(
     check_request(args, device)
     dtype = _dtype(args.dtype, device)
     attention = attention_name(args, config, device)
+    rests = resting_place(args, config, dtype, device)
     if args.model_name_or_path is None or engine.fills_weights:
         with engine.random_weights(device, weights_bytes(args, config, device)):
             model = auto_class(config).from_config(
@@ -193,7 +203,7 @@ def load_model(
     else:
         # bitsandbytes would quantise towers as well, and read them to the GPU.
         quantises = args.quantize != "none" and config.model_type in PREFIXES
-        more = {} if quantises else quantised_loading(args, dtype, device, config)
+        more = {} if quantises else quantised_loading(args, dtype, device, config, rests)
         model = read_model(args.source, config, dtype=dtype, attention=attention, **more)
         if config.model_type in PREFIXES and hasattr(next(model.parameters()), "ds_id"):
             # ZeRO-3's reading notes conversions that no name has gone through; saving would undo
@@ -202,7 +212,9 @@ def load_model(
         if holds_nf4(config):
             compute_in_(model, dtype)
     if quantises:
-        quantise_(model, device)
+        quantise_(model, device, rests)
+    if rests != device:
+        leave_waiting_(model, device)
     keep_layout_(model)
     seeing = ""
     if sees:

@@ -52,7 +52,8 @@ def check_reference(
     """Returns the configuration of `--reference`. Raises UserError for one that cannot be read, and
     for another vocabulary than the trained model's."""
     size = trained.get_text_config().vocab_size
-    config = load_config(model_args.of_another(args.reference), vocab_size=size, flag="--reference")
+    other = model_args.of_another(args.reference)
+    config = load_config(other, vocab_size=size, flag="--reference", frozen=True)
     if (theirs := config.get_text_config().vocab_size) != size:
         raise UserError(
             f"--reference {args.reference}: its vocabulary has {theirs} entries, the trained "

@@ -23,13 +23,12 @@ from longctx.memory.machine import host_budget, host_share_bytes
 from longctx.memory.settle import leaving_bytes
 from longctx.memory.store import free_gpu_bytes
 from longctx.memory.stream import StateStream
-from longctx.model.blocks import state_blocks
+from longctx.model.blocks import move_buffers, state_blocks
 from longctx.model.costs import StepTable
 from longctx.model.peers import idle_sizes
 from longctx.model.runtime import NO_RATES
 from longctx.options.config import ModelArguments, TrainArguments
 from longctx.plan.decide import decide, gpu_budget
-from longctx.run.exact import move_buffers
 from longctx.run.loading import load_config, load_model
 from longctx.run.nonfinite import broken_weight
 from longctx.tasks.distill import Teacher
@@ -62,7 +61,10 @@ def check_teacher(
             "leave out --deepspeed and --fsdp"
         )
     theirs = load_config(
-        teacher_arguments(model_args, args), vocab_size=len(tokenizer), flag="--teacher"
+        teacher_arguments(model_args, args),
+        vocab_size=len(tokenizer),
+        flag="--teacher",
+        frozen=True,
     )
     sizes = [c.get_text_config().vocab_size for c in (theirs, config)]
     if sizes[0] != sizes[1]:

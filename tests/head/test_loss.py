@@ -9,6 +9,7 @@ from pairs import pairs
 from exactness import DEVICE, DTYPES, WIDTHS, assert_exact
 from longctx.head import loss as loss_module
 from longctx.head import pieces as pieces_module
+from longctx.head.logits_loss import cross_entropy
 from longctx.head.loss import linear_cross_entropy, linear_cross_entropy_reference
 from longctx.head.pieces import _pieces
 from longctx.kernels.scale import scale_into, scale_reference
@@ -93,6 +94,8 @@ def test_chunks_change_nothing(chunk, dtype):
         {"logits_scaling": 3.0},
         {"logits_scaling": 0.7, "softcap": 5.0, "label_smoothing": 0.1},
         {"label_smoothing": 0.1, "softcap": 10.0, "num_items": 40},
+        {"lse_square_scale": 1e-2},
+        {"lse_square_scale": 1e-2, "softcap": 5.0, "logits_scaling": 3.0, "reduction": "sum"},
         {"d_loss": 0.37},  # gradient accumulation, or a loss that is one of several terms
     ],
     ids=str,
@@ -100,6 +103,100 @@ def test_chunks_change_nothing(chunk, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_options(options, dtype):
     _check(*_inputs(50, 64, 300, dtype, ignored=0.2, scale=3.0), chunk=100_000, **options)
+
+
+def _torchs(hidden, weight, labels, bias=None, logits_scaling=1.0, lse_square_scale=0.0, **more):
+    """torch's own cross-entropy of all logits, with its options and the square of lse."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    z = (logits if logits.dtype == torch.float64 else logits.float()) / logits_scaling
+    reduction, factors = more.pop("reduction", "mean"), more.pop("ce_weight", None)
+    factors = None if factors is None else factors.to(z.dtype)
+    given = dict(reduction=reduction, weight=factors, **more)
+    loss = torch.nn.functional.cross_entropy(z.flatten(0, -2), labels.flatten(), **given)
+    if reduction == "none":
+        loss = loss.view(labels.shape)
+        counts = labels != more.get("ignore_index", IGNORED)
+        loss = loss + lse_square_scale * z.logsumexp(-1).square() * counts
+    return loss
+
+
+EACH = {
+    "each": ({"reduction": "none"}, (37, 48, 333)),
+    "one token": ({"reduction": "none"}, (1, 48, 333)),
+    "terms": ({"reduction": "none", "label_smoothing": 0.1, "logits_scaling": 3.0}, (37, 48, 100)),
+    "z-loss": ({"reduction": "none", "lse_square_scale": 1e-2}, (37, 48, 333)),
+    "classes": ({"ce_weight": True}, (50, 64, 300)),
+    "sum of classes": ({"ce_weight": True, "reduction": "sum", "ignore_index": 7}, (50, 64, 300)),
+    "each of classes": ({"ce_weight": True, "reduction": "none"}, (37, 48, 333)),
+    "another index": ({"ignore_index": 7}, (50, 64, 16)),
+}
+
+
+@pytest.mark.parametrize("frozen", [(), ("weight", "bias"), ("hidden",)], ids=str)
+@pytest.mark.parametrize("case", EACH)
+def test_losses_by_themselves(case, frozen):
+    """Each with a gradient of its own, of several pieces: the weights of their sum are random. A
+    frozen head has its gradient from forward, any other from logits that are computed again."""
+    options, (T, D, V) = EACH[case]
+    dtype = torch.bfloat16 if len(frozen) == 1 else torch.float32
+    hidden, weight, labels = _inputs(T, D, V, dtype, ignored=0.3 if T > 1 else 0.0)
+    if "ignore_index" in options:
+        labels[labels == IGNORED] = options["ignore_index"]
+    given = {"hidden": hidden, "weight": weight, "bias": torch.randn(V, device=DEVICE).to(dtype)}
+    options = dict(options)
+    if "ce_weight" in options:
+        options["ce_weight"] = torch.rand(V, device=DEVICE) + 0.5
+    d_losses = torch.randn(T, device=DEVICE, dtype=torch.float64)
+    found = []
+    for op, to in ((linear_cross_entropy, dtype), (_torchs, dtype), (_torchs, torch.float64)):
+        x = {n: t.detach().to(to).requires_grad_(n not in frozen) for n, t in given.items()}
+        more = {"logits_bytes": 4 * 16 * V} if op is linear_cross_entropy else {}
+        loss = op(x["hidden"], x["weight"], labels, bias=x["bias"], **options, **more)
+        (loss * (d_losses.to(loss.dtype) if loss.dim() else 1.0)).sum().backward()
+        found.append((loss.detach(), {n: t.grad for n, t in x.items() if n not in frozen}))
+    (ours, grads), (naive, naive_grads), (truth, truth_grads) = found
+    assert ours.shape == truth.shape and ours.dtype == torch.float32
+    assert_exact("loss", ours, naive, truth)
+    for name, grad in truth_grads.items():
+        assert grads[name].dtype == dtype
+        assert_exact(name, grads[name], naive_grads[name], grad)
+
+
+def test_losses_by_themselves_have_the_labels_shape():
+    hidden, weight, labels = _inputs(6, 16, 20, torch.float32, ignored=0.5)
+    loss = linear_cross_entropy(hidden.view(2, 3, 16), weight, labels.view(2, 3), reduction="none")
+    assert loss.shape == (2, 3) and not loss[labels.view(2, 3) == IGNORED].any()
+    for index in (IGNORED, 3):
+        nothing = torch.full_like(labels, index)
+        for more in ({}, {"ce_weight": torch.ones(20, device=DEVICE)}):
+            assert linear_cross_entropy(hidden, weight, nothing, ignore_index=index, **more) == 0
+    # -100 is a label that does not exist where another one is ignored
+    labels[0] = IGNORED
+    with pytest.raises(ValueError, match=r"labels must be in \[0, 20\)"):
+        linear_cross_entropy(hidden, weight, labels, ignore_index=3, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("return_z_loss", "lse_square_scale=0"),
+        ("return_token_accuracy", "longctx.linear_log_probs .* is_top1"),
+        ("return_predicted_tokens", "argmax"),
+        ("use_token_scaling", "reduction='none'"),
+        ("accum_dtype", "in fp32 anyway"),
+        ("shift", r"hidden\[:, :-1\]"),
+        ("return_lse", "linear_log_probs"),
+    ],
+)
+def test_arguments_of_other_losses_name_what_to_do(name, says):
+    hidden, weight, labels = _inputs(3, 8, 12, torch.float32)
+    with pytest.raises(ValueError, match=f"linear_cross_entropy has no {name}: .*{says}"):
+        linear_cross_entropy(hidden, weight, labels, **{name: torch.float32})
+    linear_cross_entropy(hidden, weight, labels, **{name: None})
+    with pytest.raises(ValueError, match=f"cross_entropy has no {name}"):
+        cross_entropy(hidden @ weight.T, labels, **{name: True})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'smoothing'"):
+        linear_cross_entropy(hidden, weight, labels, smoothing=0.1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -261,7 +358,10 @@ def test_backward_runs_once():
             r"labels must be in \[0, 9\) or -100, got values in \[9, 9\]",
         ),
         ({"bias": torch.zeros(8)}, r"bias must have shape \(9,\), got \(8,\)"),
-        ({"reduction": "max"}, "reduction must be 'mean' or 'sum', got 'max'"),
+        ({"reduction": "max"}, "reduction must be 'mean', 'sum' or 'none', got 'max'"),
+        ({"reduction": "none", "num_items": 3}, "num_items goes with neither ce_weight nor"),
+        ({"ce_weight": torch.ones(8)}, r"ce_weight must have shape \(9,\), got \(8,\)"),
+        ({"ce_weight": torch.ones(9), "label_smoothing": 0.1}, "ce_weight goes with neither"),
         ({"label_smoothing": 1.5}, "label_smoothing must be in .0, 1., got 1.5"),
         ({"softcap": 0.0}, "softcap must be positive, got 0.0"),
         ({"logits_scaling": 0.0}, "logits_scaling must be positive, got 0.0"),

@@ -18,11 +18,10 @@ from longctx.cost.sizes import Batch
 from longctx.lora.quantise import quantise_
 from longctx.memory.levels import Levels
 from longctx.memory.place import PlacedStates
-from longctx.model.blocks import state_blocks
+from longctx.model.blocks import move_buffers, state_blocks
 from longctx.model.costs import StepTable
 from longctx.model.runtime import patched_part
 from longctx.options.config import ModelArguments
-from longctx.run.exact import move_buffers
 from longctx.run.loading import load_config
 
 LAYERS = 6

@@ -12,19 +12,17 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
+from small_fp8 import in_fp8
 from small_run import logged, prepare, run
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from longctx import cli
 from longctx.commands import train
 from longctx.errors import UserError
-from longctx.loading.pretrained import read_config
-from longctx.loading.weights import holds_nf4
 from longctx.lora.adapters import Reached, adapter_bytes, check_lora
 from longctx.lora.quantise import quantise_shapes_, quantised_loading
 from longctx.model.blocks import scales
 from longctx.options.config import ModelArguments
-from longctx.options.model import ModelSource
 from longctx.output.manifest import read_manifest, write_manifest
 from longctx.run.loading import check_request, load_config
 
@@ -340,29 +338,19 @@ def test_so_is_one_whose_scales_and_some_maps_are_not(flags, tmp_path, capsys) -
 BITS = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({}, "in 4 bits .*: train adapters over them with --lora_r and --quantize nf4"),
-        ({"bnb_4bit_quant_type": "fp4"}, "is quantised .bitsandbytes."),
-        ({"load_in_4bit": False, "load_in_8bit": True}, "is quantised .bitsandbytes."),
-        ({"bnb_4bit_quant_storage": "bfloat16"}, "is quantised .bitsandbytes."),
-        ({"quant_method": "gptq"}, "is quantised .gptq."),
-    ],
-)
-def test_a_checkpoint_in_4_bits_is_for_adapters(flags, tmp_path, changes, says) -> None:
-    """Without bitsandbytes, too. Other kinds are refused whatever trains them."""
-    config = AutoConfig.from_pretrained(base_of(flags))
-    config.quantization_config = BITS | changes
-    config.save_pretrained(tmp_path)
-    under, alone = (ModelSource(name=str(tmp_path), under_adapters=is_) for is_ in (True, False))
-    with pytest.raises(UserError, match=says):
-        read_config(alone)
-    if changes:
-        with pytest.raises(UserError, match=says):
-            read_config(under)
-        return
-    assert holds_nf4(read_config(under))
+def test_adapters_over_fp8_are_trained_and_merged(flags, tmp_path, capsys) -> None:
+    """As over the dense weights of the same values; the merged model is in 16 bits."""
+    packed = Path(shutil.copytree(base_of(flags), tmp_path / "packed"))
+    in_fp8(packed, block=(8, 16))
+    words = [str(packed) if flag == base_of(flags) else flag for flag in flags]
+    losses = [line["loss"] for line in run(words, tmp_path / "run", "--dtype", "bfloat16")]
+    assert losses[-1] < losses[0]
+    assert f"{packed} is in FP8: its weights are made dense" in capsys.readouterr().out
+    merged = tmp_path / "merged"
+    cli.run(["merge", str(tmp_path / "run" / "final"), "--output", str(merged)])
+    saved = load_file(merged / "model.safetensors")
+    assert not any("scale" in n or x.element_size() < 2 for n, x in saved.items())
+    assert "quantization_config" not in (merged / "config.json").read_text()
 
 
 def test_a_plan_knows_a_checkpoints_4_bits() -> None:

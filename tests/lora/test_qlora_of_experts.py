@@ -279,6 +279,14 @@ def test_runs_are_resumed_hosted_and_merged(tmp_path, capsys) -> None:
     out = capsys.readouterr().out
     assert "over NF4" in out and re.search(r"on the host: weights \S+, states", out)
     assert "Hugging Face's layers" not in out
+    lines = " ".join(re.sub("[│ ]+", " ", out).split())  # of the table that ends a run
+    assert (
+        "longctx merge" in lines and "--quantize nf4 (vLLM takes no adapters of experts)" in lines
+    )
+    assert (
+        "longctx merge path/to/final --output merged --quantize nf4"
+        in (final / "README.md").read_text()
+    )
     for found in (load_file(final / SAFE), load_file(tmp_path / "hosted" / "final" / SAFE)):
         assert all(torch.equal(found[name], x) for name, x in trained.items())
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)

@@ -146,6 +146,15 @@ def test_bounds_without_positions(scheduled) -> None:
         ({"strct": True}, "has no option 'strct'.*did you mean strict?"),
         ({"keep": "y"}, "AutoLongctxModelForCausalLM: keep='y': one of auto"),
         ({"parts": ["rop"]}, "AutoLongctxModelForCausalLM: parts has no part 'rop'"),
+        (
+            {"cross_entropy": True},
+            r"cross_entropy=True is .* parts=\['rope', 'rms_norm', 'swiglu', 'cross_entropy'\] is",
+        ),
+        (
+            {"rope": False, "keep": "x"},
+            r"parts=\['rms_norm', 'swiglu', 'fused_linear_cross_entropy'\] is what",
+        ),
+        ({"any_model": True, "keep": "x"}, "keep is of the schedule, and any_model runs without"),
     ],
 )
 def test_a_wrong_option_of_from_pretrained_is_one_line(tmp_path, options, line) -> None:

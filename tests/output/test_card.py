@@ -97,6 +97,16 @@ def record(**changes: Any) -> dict[str, Any]:
     return {"format": 1, **made, "starts": [start]}
 
 
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_adapters_of_experts_are_merged_before_they_are_served(quantize) -> None:
+    options = {"lora_r": 16, **({"quantize": quantize} if quantize else {})}
+    text = model_card(record(model={"adapts_experts": True}, options=options), [])
+    more = f" --quantize {quantize}" if quantize else ""
+    assert "which vLLM drops or refuses: merge them before" in text
+    assert f"`longctx merge path/to/final --output merged{more}`" in text
+    assert "vLLM" not in model_card(record(options=options), [])
+
+
 def test_what_a_hub_knows_stands_in_front() -> None:
     adapter = record(task="dpo", options={"lora_r": 16, "quantize": "nf4"})
     text = model_card(adapter, [])
