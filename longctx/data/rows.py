@@ -54,6 +54,7 @@ from longctx.data.pack.packing_groups import (
 from longctx.data.reading.files import file_of, find_files, stdlib_files
 from longctx.data.reading.groups import READERS, Rows
 from longctx.data.reading.kinds import LINE_SUFFIXES, record_suffix
+from longctx.data.reading.named import check_dataset_name, load_records
 from longctx.data.reading.picture_sources import (
     DATA_URL,
     Source,
@@ -63,7 +64,7 @@ from longctx.data.reading.picture_sources import (
 )
 from longctx.data.reading.places import COLUMNS
 from longctx.data.reading.records import FORMATS, WITH_PICTURES, Document
-from longctx.data.reading.sources import check_dataset_name, load_records, read_documents
+from longctx.data.reading.sources import read_documents
 from longctx.data.stream import stream_rows
 from longctx.data.text.encoding import check_vocabulary, pad_token_id
 from longctx.data.text.tokens import (
@@ -123,7 +124,7 @@ def build_dataset(
     paths: list[Path] = []
     records: Dataset | None = None
     if files is None and args.dataset_name:
-        loaded = load_records(args)
+        loaded = load_records(args, None if held_out else print_rank0)
         if isinstance(loaded, IterableDataset):
             return stream_rows(
                 args,
