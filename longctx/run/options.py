@@ -44,6 +44,7 @@ def parse_args(
     flags = parse_flags(argv, default_recipe=default_recipe)
     engine = choose_engine(flags)
     engine.prepare(flags)
+    engine.check_device(use_cpu=flags.use_cpu)
     model_args, data_args, args = make_arguments(flags)
     for line in idle_options(model_args, data_args, args):
         print_rank0(line)
