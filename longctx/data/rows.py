@@ -105,6 +105,7 @@ def build_dataset(
     mismatched: bool = False,
     one_document: bool = False,
     held_out: bool = False,
+    evaluates: bool = False,
     sight: Sight | None = None,
 ) -> Dataset | IterableDataset:
     """Packed rows from `files`, else from --dataset_name, else from the standard library. With
@@ -117,8 +118,9 @@ def build_dataset(
     one document and has its length, a stream's `seq_len`. With `sight` records may name pictures,
     whose tokens are in the rows; `pictures_of` finds them again. The same arguments give the same
     rows in the same order.
-    Prints one summary line. Raises UserError for bad sources, a record that cannot be trained on,
-    and a token id of `vocab_size` or more.
+    Prints one summary line, which says whether a run trains on the rows or `evaluates` them. Raises
+    UserError for bad sources, a record that cannot be trained on, and a token id of `vocab_size` or
+    more.
     """
     _check_rows(args, files, rows)
     paths: list[Path] = []
@@ -231,7 +233,8 @@ def build_dataset(
             print_rank0(line)
     else:
         check_trainable(stats, name)
-    print_rank0(f"{shortened(name, 80)}: {stats.summary(seq_len)}")
+    use = "evaluated" if evaluates else "trained"
+    print_rank0(f"{shortened(name, 80)}: {stats.summary(seq_len, use)}")
     return packed
 
 

@@ -48,6 +48,11 @@ def parse_args(
     model_args, data_args, args = make_arguments(flags)
     for line in idle_options(model_args, data_args, args):
         print_rank0(line)
+    if (data_args.eval_file or data_args.eval_share) and args.eval_strategy == "no":
+        print_rank0(
+            "evaluation runs once, when training is over; `--eval_strategy steps --eval_steps N` "
+            "evaluates on the way"
+        )
     if args.task in _COMPARES and "learning_rate" not in given(args):
         print_rank0(
             f"--learning_rate {args.learning_rate:g} is transformers' default; that of TRL's "
