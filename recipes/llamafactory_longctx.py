@@ -6,7 +6,9 @@
 
 Every causal language model of the families below is patched as it is built. On several GPUs start
 it as `torchrun --nproc_per_node N llamafactory_longctx.py train.yaml`. Leave out what replaces the
-model's forward: `enable_liger_kernel`, `use_unsloth`, `shift_attn`.
+model's forward: `enable_liger_kernel`, `use_unsloth`, `shift_attn`. LLaMA-Factory 0.9.5 takes
+transformers up to 5.6, where three steps of a tiny Llama had the losses that it has alone; longctx
+asks for a newer one, so it is installed there with `pip install --no-deps`.
 """
 
 from __future__ import annotations

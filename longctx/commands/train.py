@@ -221,7 +221,7 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
     eyes = checked.eyes
     one_document = needs_one_document(model_args, args, config, text=task.rows == "text")
 
-    def build(files: list[str] | None, *, held_out: bool = False) -> Any:
+    def build(files: list[str] | None, **of_evaluation: bool) -> Any:
         return build_dataset(
             data_args,
             checked.tokenizer,
@@ -232,7 +232,7 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
             rows=task.rows,
             mismatched=task.mismatched,
             one_document=one_document,
-            held_out=held_out,
+            **of_evaluation,
             sight=None if eyes is None else eyes.sight(),
             config=config,
         )
@@ -240,9 +240,9 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
     with args.main_process_first(desc="data"):
         train_rows, eval_rows = build(data_args.train_file), None
         if data_args.eval_share:
-            eval_rows = build(data_args.train_file, held_out=True)
+            eval_rows = build(data_args.train_file, held_out=True, evaluates=True)
         elif data_args.eval_file:
-            eval_rows = build(data_args.eval_file)
+            eval_rows = build(data_args.eval_file, evaluates=True)
     check_rows(args, train_rows, eval_rows)
     sees = eyes is not None
     names = document_names(data_args, data_args.train_file, task.rows, sees=sees)

@@ -56,6 +56,7 @@ from longctx.data.reading.files import file_of, find_files, stdlib_files
 from longctx.data.reading.groups import READERS, Rows
 from longctx.data.reading.kinds import LINE_SUFFIXES, record_suffix
 from longctx.data.reading.media import PICTURES
+from longctx.data.reading.named import check_dataset_name, load_records
 from longctx.data.reading.picture_sources import (
     DATA_URL,
     Source,
@@ -64,7 +65,7 @@ from longctx.data.reading.picture_sources import (
     undecoded,
 )
 from longctx.data.reading.records import FORMATS, WITH_PICTURES, Document
-from longctx.data.reading.sources import check_dataset_name, load_records, read_documents
+from longctx.data.reading.sources import read_documents
 from longctx.data.stream import stream_rows
 from longctx.data.text.encoding import check_vocabulary, pad_token_id
 from longctx.data.text.remarks import media_line, unread_lines
@@ -106,6 +107,7 @@ def build_dataset(
     mismatched: bool = False,
     one_document: bool = False,
     held_out: bool = False,
+    evaluates: bool = False,
     sight: Sight | None = None,
     config: PretrainedConfig | None = None,
 ) -> Dataset | IterableDataset:
@@ -120,14 +122,15 @@ def build_dataset(
     whose tokens are in the rows; `pictures_of` finds them again. `config` is the model's, which may
     name tokens of media. The same arguments give the same
     rows in the same order.
-    Prints one summary line. Raises UserError for bad sources, a record that cannot be trained on,
-    and a token id of `vocab_size` or more.
+    Prints one summary line, which says whether a run trains on the rows or `evaluates` them. Raises
+    UserError for bad sources, a record that cannot be trained on, and a token id of `vocab_size` or
+    more.
     """
     _check_rows(args, files, rows)
     paths: list[Path] = []
     records: Dataset | None = None
     if files is None and args.dataset_name:
-        loaded = load_records(args)
+        loaded = load_records(args, None if held_out else print_rank0)
         if isinstance(loaded, IterableDataset):
             return stream_rows(
                 args,
@@ -240,7 +243,8 @@ def build_dataset(
             print_rank0(line)
     else:
         check_trainable(stats, name)
-    print_rank0(f"{shortened(name, 80)}: {stats.summary(seq_len)}")
+    use = "evaluated" if evaluates else "trained"
+    print_rank0(f"{shortened(name, 80)}: {stats.summary(seq_len, use)}")
     return packed
 
 

@@ -78,22 +78,22 @@ class DeepSpeed(Engine):
 
     def prepare(self, flags: Namespace) -> None:
         super().prepare(flags)
+        if not installed("deepspeed"):
+            raise UserError(f"this run asks for DeepSpeed: {pip_install('deepspeed')}")
         show_greeting()
         become_one_process()
+        build_one_at_a_time()  # transformers opens DeepSpeed's process group with its options
 
     def start(self, args: TrainArguments) -> None:
         super().start(args)
         if args.deepspeed == {}:
             raise UserError("--deepspeed holds no settings: see `longctx recipes zero3.json`")
-        if not installed("deepspeed"):
-            raise UserError(f"this run asks for DeepSpeed: {pip_install('deepspeed')}")
         if args.on_nonfinite == "skip":
             raise UserError(
                 "--on_nonfinite skip is impossible with DeepSpeed, which steps by itself: use stop"
             )
         import deepspeed
 
-        build_one_at_a_time()
         # Torch 2.13 deprecates collectives that DeepSpeed calls many times a step.
         warnings.filterwarnings("ignore", ".*torch.distributed.*deprecated", FutureWarning)
         backend = "gloo" if args.device.type == "cpu" else "nccl"

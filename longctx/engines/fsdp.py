@@ -77,9 +77,15 @@ class FSDP2(Engine):
             # As accelerate's launcher does: what lies on the host is summed by gloo, beside NCCL.
             os.environ["ACCELERATE_USE_FSDP"] = os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
 
+    def check_device(self, *, use_cpu: bool) -> None:
+        if use_cpu or not torch.cuda.is_available():
+            raise UserError(
+                "FSDP needs GPUs (on CPUs accelerate silently runs DDP instead): use DeepSpeed "
+                "there (--deepspeed ds_configs/zero3_cpu.json --use_cpu), or no engine"
+            )
+
     def start(self, args: TrainArguments) -> None:
         super().start(args)
-        _refuse_cpus(args)
         if args.save_only_model:
             raise UserError(
                 "--save_only_model is impossible with FSDP, whose checkpoints are shards: leave it "
@@ -270,11 +276,3 @@ def keep_shapes_only(model: Any, mixed: bool) -> None:
                 element = torch.empty(1, dtype=dtype)
                 shapes[weight] = nn.Parameter(element.expand(weight.shape), weight.requires_grad)
             setattr(module, name, shapes[weight])
-
-
-def _refuse_cpus(args: TrainArguments) -> None:
-    if args.device.type == "cpu":
-        raise UserError(
-            "FSDP needs GPUs (on CPUs accelerate silently runs DDP instead): "
-            "use DeepSpeed there, or no engine"
-        )

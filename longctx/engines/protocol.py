@@ -1,7 +1,8 @@
 """What an engine is asked by the rest of longctx; the answers here are plain PyTorch's.
 
 read, layout  the plan                                     what its file says, and means in bytes
-prepare    before transformers opens the process group     the environment, defaults of options
+prepare, check_device   before transformers opens the      the environment, defaults of options
+                        process group
 start      before the model is made                        checks, what must run by then
 makes_dense, random_weights, fills_weights, gather_whole, whole_weight
                                                            while the model is made
@@ -85,6 +86,17 @@ class Engine(ABC):
         if flags.bf16 is None:
             on_gpu = torch.cuda.is_available() and not flags.use_cpu
             flags.bf16 = self.shards_states and on_gpu and not flags.fp16
+
+    def check_device(self, *, use_cpu: bool) -> None:
+        """Raises UserError where the run's processes cannot train on the devices that there are.
+        Without --use_cpu transformers opens no group of processes on CPUs: each would believe that
+        it is the only one. Asked before it would."""
+        processes = os.environ.get("WORLD_SIZE", "1")
+        if processes not in ("", "0", "1") and not (torch.cuda.is_available() or use_cpu):
+            raise UserError(
+                f"{processes} processes were started and torch finds no GPU: add --use_cpu to "
+                "train on CPUs (`longctx doctor` says what this machine has)"
+            )
 
     def start(self, args: TrainArguments) -> None:
         """Checks that the engine can run, and starts what must be there before the model.

@@ -23,6 +23,14 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from longctx.errors import UserError, many, one_line
+from longctx.lora.renamed import (
+    Shapes,
+    as_loaded,
+    of_single_experts,
+    renamed,
+    renaming,
+    unfoldable,
+)
 from longctx.model.classes import class_of
 from longctx.model.look import whole_shape
 from longctx.output.manifest import Damaged, check_files, read_manifest
@@ -112,15 +120,16 @@ def _items(config: dict[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {name: found}
 
 
-def check_fits(folder: Path, config: PretrainedConfig) -> int:
-    """Returns the rows of the embedding that the adapter was trained with. Raises UserError where
-    its tensors are not those of a model of this configuration, but for the rows, with the adapter's
-    own, or where finding that out takes more than it may."""
+def check_fits(folder: Path, config: PretrainedConfig) -> tuple[int, dict[str, str]]:
+    """Returns the rows of the embedding that the adapter was trained with, and the renaming of its
+    tensors (renamed.py). Raises UserError where its tensors are not those of a model of this
+    configuration, but for the rows, with the adapter's own, or where finding that out takes more
+    than it may."""
     try:
-        rows: int = in_child(
+        found: tuple[int, dict[str, str]] = in_child(
             lambda: _rehearse(folder, config), seconds=REHEARSE_S, more_bytes=REHEARSE_BYTES
         )
-        return rows
+        return found
     except Unbounded as error:
         raise UserError(
             f"cannot merge {folder}: matching its {CONFIG} to the model's modules {error}: look at "
@@ -130,7 +139,7 @@ def check_fits(folder: Path, config: PretrainedConfig) -> int:
         raise UserError(f"cannot merge {folder}: {error}") from error
 
 
-def _rehearse(folder: Path, config: PretrainedConfig) -> int:
+def _rehearse(folder: Path, config: PretrainedConfig) -> tuple[int, dict[str, str]]:
     """Runs in the child process."""
     import peft
     import torch
@@ -142,8 +151,14 @@ def _rehearse(folder: Path, config: PretrainedConfig) -> int:
     lora: Any = peft.LoraConfig.from_pretrained(str(folder))
     lora.init_lora_weights = False  # no numbers are there to begin from
     text = config.get_text_config()
+    experts = of_single_experts(found)
+    if experts and (problem := unfoldable(lora, experts)):
+        raise UserError(f"cannot merge {folder}: {problem}: {_BEFORE_5}")
     with torch.device("meta"):
-        held = _rows(found, kind(config))
+        skeleton = kind(config)
+        names = renaming(path for path, _ in skeleton.named_modules())
+        found = renamed(found, names)
+        held = _rows(found, skeleton)
         own_rows = text.vocab_size
         rows = text.vocab_size = max(held) or text.vocab_size  # this process's own copy
         adapted: Any = peft.get_peft_model(kind(config), lora, low_cpu_mem_usage=True)
@@ -156,12 +171,15 @@ def _rehearse(folder: Path, config: PretrainedConfig) -> int:
         }
         for whole in (False, True)
     )
+    found = as_loaded(found, adapted, lora)
     if problem := _misfit(found, needed, known) or _lost_rows(held, own_rows, lora, rows):
-        raise UserError(
-            f"cannot merge {folder}: {problem}: get the adapter again, or give the --model that it "
-            "was trained over"
-        )
-    return rows
+        cure = "get the adapter again, or give the --model that it was trained over"
+        raise UserError(f"cannot merge {folder}: {problem}: {_BEFORE_5 if experts else cure}")
+    return rows, names
+
+
+_BEFORE_5 = "merge it with the transformers 4 and the PEFT that made it (merge_and_unload)"
+"""What to do with adapters of single experts that PEFT does not fold."""
 
 
 def _rows(found: Shapes, model: Any) -> list[int]:
@@ -215,9 +233,6 @@ def check_resumed(checkpoint: Path, adapted: Any) -> None:
             f"cannot resume from {checkpoint}: of its adapter {problem}: resume from another "
             "checkpoint"
         )
-
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 def _misfit(found: Shapes, needed: Shapes, known: Shapes) -> str | None:

@@ -102,12 +102,12 @@ def merge(
         config = _config(adapter, base)
         if found.get("task_type") == "SEQ_CLS":
             as_reward_model(config)
-        rows = check_fits(adapter, config)
+        rows, names = check_fits(adapter, config)
         _check_tokens(adapter, tokenizer, base, rows)
         if BASE not in allow_changed:
             _check_base(adapter, base, config)
-        merged = _merged(adapter, base, config, rows, dtype, quantize)
-        name_ends(merged, ids_of(config.get_text_config().eos_token_id))
+        merged = _merged(adapter, base, config, rows, names, dtype, quantize)
+        name_ends(merged, ids_of(getattr(config.get_text_config(), "eos_token_id", None)))
         try:
             rehearse(merged, lambda to: merged.save_pretrained(to, state_dict={}), staged.parent)
             require_space(output.parent, sum(x.nbytes for x in merged.parameters()))
@@ -160,7 +160,13 @@ def _check_tokens(adapter: Path, tokenizer: Any, base: ModelSource, rows: int) -
 
 
 def _merged(
-    adapter: Path, base: ModelSource, config: Any, rows: int, dtype: str, quantize: str
+    adapter: Path,
+    base: ModelSource,
+    config: Any,
+    rows: int,
+    names: dict[str, str],
+    dtype: str,
+    quantize: str,
 ) -> Any:
     import peft
 
@@ -174,7 +180,7 @@ def _merged(
     where = f"cannot merge {adapter} into {base.name}"
     try:
         ends = model.get_input_embeddings(), model.get_output_embeddings()
-        adapted = peft.PeftModel.from_pretrained(model, str(adapter))
+        adapted = peft.PeftModel.from_pretrained(model, str(adapter), key_mapping=names)
         _part_ends(adapted, *ends)
         for layer in _layers(adapted):
             _add_in_fp32(layer)
@@ -245,7 +251,7 @@ def _config(adapter: Path, base: ModelSource) -> Any:
     for name in _TRAINED:
         if hasattr(trained_text, name):
             setattr(of_text, name, getattr(trained_text, name))
-    add_ends(of_text, ids_of(trained_text.eos_token_id))
+    add_ends(of_text, ids_of(getattr(trained_text, "eos_token_id", None)))
     return config
 
 

@@ -383,6 +383,9 @@ def _parsed(parser: _Parser, action: Any, written: Written) -> Any:
     many = action.nargs == "+"
     if isinstance(written, list) and not many:
         raise ArgumentError(action, "takes one value, found a list")
+    if isinstance(written, list) and not (written and all(isinstance(x, str) for x in written)):
+        found = "settings in it" if written else "an empty one"
+        raise ArgumentError(action, f"takes a list of words, found {found}")
     values = []
     for word in [written] if isinstance(written, str) else written:
         values.append(parser._get_value(action, word))

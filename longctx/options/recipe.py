@@ -16,7 +16,7 @@ import yaml
 
 from longctx.errors import UserError
 
-Written = str | list[str] | dict[str, Any]
+Written = str | list[Any] | dict[str, Any]
 
 _LARGEST_FILE_BYTES = 2**20
 _NO_TAG = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")}
@@ -44,9 +44,14 @@ def read_text(option: str, path: Path) -> str:
         raise UserError(f"--{option} {path}: {error}") from error
 
 
+class _Refused(Exception):
+    """Valid YAML that is no recipe: the message says why."""
+
+
 def read_recipe(path: Path) -> dict[str, Written]:
-    """Option -> a word, a list of words, or a dict for options of settings. Options that are null
-    are left out. Raises UserError for a file that is no recipe."""
+    """Option -> a word, a list, or a dict for options of settings. Lists of other things than words
+    are for other trainers' keys, which have answers of their own. Options that are null are left
+    out. Raises UserError for a file that is no recipe."""
     try:
         root = _Loader(read_text("config", path)).get_single_node()
         if root is None:
@@ -55,6 +60,8 @@ def read_recipe(path: Path) -> dict[str, Written]:
             raise UserError(f"{path} must hold `key: value` lines")
         found = _mapping(root, "", _option)
         return {key: value for key, value in found.items() if value is not None}
+    except _Refused as error:
+        raise UserError(f"{path}: {error}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {_what_is_wrong(error)}") from error
     except RecursionError as error:
@@ -79,7 +86,7 @@ def _mapping(node: Any, option: str, value: Callable[[Any, str], Any]) -> dict[s
     for key, item in node.value:
         name = _word(key, option)
         if name in found:
-            raise yaml.YAMLError(f"it has {name} twice")
+            raise _Refused(f"line {key.start_mark.line + 1} has {name} for the second time")
         _refuse_tag(item, option or name)
         found[name] = value(item, option or name)
     return found
@@ -91,9 +98,9 @@ def _option(node: Any, option: str) -> Written | None:
     if isinstance(node, yaml.ScalarNode):
         word = _word(node, option)
         return None if not node.style and _JSON.get(word.lower(), word) is None else word
-    if not node.value or not all(isinstance(word, yaml.ScalarNode) for word in node.value):
-        raise yaml.YAMLError(f"{option} must be a list of words")
-    return [_word(word, option) for word in node.value]
+    if all(isinstance(word, yaml.ScalarNode) for word in node.value):
+        return [_word(word, option) for word in node.value]
+    return [_setting(item, option) for item in node.value]
 
 
 def _setting(node: Any, option: str) -> Any:
@@ -112,7 +119,7 @@ def _setting(node: Any, option: str) -> Any:
 
 def _word(node: Any, option: str) -> str:
     if not isinstance(node, yaml.ScalarNode):
-        raise yaml.YAMLError(f"line {node.start_mark.line + 1} must hold a word")
+        raise _Refused(f"line {node.start_mark.line + 1} must hold a word")
     _refuse_tag(node, option)
     return str(node.value)
 
@@ -120,7 +127,7 @@ def _word(node: Any, option: str) -> str:
 def _refuse_tag(node: Any, option: str) -> None:
     """A tag would make a value another thing than what is written."""
     if node.tag not in _NO_TAG:
-        raise yaml.YAMLError(f"--{option}: the tag {node.tag!r} cannot be used")
+        raise _Refused(f"--{option}: the tag {node.tag!r} cannot be used")
 
 
 class _Loader(yaml.BaseLoader):
@@ -130,5 +137,5 @@ class _Loader(yaml.BaseLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             line = self.peek_event().start_mark.line + 1
-            raise yaml.YAMLError(f"line {line} has an alias: write the value out")
+            raise _Refused(f"line {line} has an alias, which recipes do not: write the value out")
         return super().compose_node(parent, index)

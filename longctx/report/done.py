@@ -16,6 +16,7 @@ from longctx.options.config import DataArguments, ModelArguments, TrainArguments
 from longctx.output import FINAL, METRICS
 from longctx.output.card import merge_first
 from longctx.program import started_as
+from longctx.report.runs import moved
 from longctx.report.sample import Sample
 from longctx.run.metrics import peak_memory
 from longctx.run.trainer import LongTrainer
@@ -41,9 +42,8 @@ def summarise(
     logged = [line for line in trainer.state.log_history if "loss" in line]
     table = Table(title="Done", show_header=False)
     if logged:
-        first, last = logged[0], logged[-1]
         speeds = sorted(line["tokens_per_s"] for line in logged if "tokens_per_s" in line)
-        table.add_row("loss", f"{first['loss']:.4f} -> {last['loss']:.4f}")
+        table.add_row("loss", moved([line["loss"] for line in logged]))
         if speeds:
             table.add_row("tokens/s", f"{speeds[len(speeds) // 2]:,.0f} (median of logged steps)")
     for name, (what, form) in EVALUATED.items():

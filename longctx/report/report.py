@@ -34,7 +34,7 @@ from longctx.report.page import (
     write_page,
 )
 from longctx.report.panels import PANELS, draw_all
-from longctx.report.runs import Run, metrics_path, read_runs
+from longctx.report.runs import Run, metrics_path, moved, read_runs
 from longctx.safety.writing import check_writable
 
 MOST_LINES = 2000
@@ -164,7 +164,7 @@ def summary(run: Run) -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = [("last step", run.lines[-1]["step"])]
     for key, name in LOSSES.items():
         if values := run.values(key):
-            rows.append((name, f"{values[0]:.4f} -> {values[-1]:.4f}"))
+            rows.append((name, moved(values)))
             if bad := sum(not math.isfinite(value) for value in values):
                 rows.append((f"{name}: steps not finite", bad))
     for key, name in (("tokens_per_s", "tokens/s"), ("step_s", "s a step"), ("mfu", "MFU")):

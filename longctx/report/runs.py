@@ -138,6 +138,12 @@ def read_metrics(path: Path) -> list[Line]:
     return lines
 
 
+def moved(losses: Sequence[float]) -> str:
+    """How a loss went, from its first value to its last; a single value went nowhere."""
+    ends = losses if len(losses) < 2 else (losses[0], losses[-1])
+    return " -> ".join(f"{loss:.4f}" for loss in ends)
+
+
 def _number(digits: str) -> int | float:
     """An integer; beyond 64 bits a float, infinite if need be, as no figure can show more."""
     return int(digits) if len(digits) < 20 else float(digits)

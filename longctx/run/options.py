@@ -44,9 +44,15 @@ def parse_args(
     flags = parse_flags(argv, default_recipe=default_recipe)
     engine = choose_engine(flags)
     engine.prepare(flags)
+    engine.check_device(use_cpu=flags.use_cpu)
     model_args, data_args, args = make_arguments(flags)
     for line in idle_options(model_args, data_args, args):
         print_rank0(line)
+    if (data_args.eval_file or data_args.eval_share) and args.eval_strategy == "no":
+        print_rank0(
+            "evaluation runs once, when training is over; `--eval_strategy steps --eval_steps N` "
+            "evaluates on the way"
+        )
     if args.task in _COMPARES and "learning_rate" not in given(args):
         print_rank0(
             f"--learning_rate {args.learning_rate:g} is transformers' default; that of TRL's "

@@ -88,11 +88,13 @@ def test_what_is_held_out_is_said_and_counted(files, tmp_path: Path, capsys) -> 
             vocab_size=None,
             seed=0,
             held_out=held_out,
+            evaluates=held_out,
         )
         found[held_out] = counts(rows)["documents"]
     assert found == {False: 8, True: 2}
     trained, held = capsys.readouterr().out.splitlines()
     assert "8 documents" in trained and held.startswith("held out of ") and "2 documents" in held
+    assert trained.endswith(" are trained") and held.endswith(" are evaluated")
 
 
 def test_prompts_with_their_answers(tmp_path: Path) -> None:

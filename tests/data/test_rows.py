@@ -349,7 +349,9 @@ def test_a_stream_that_breaks_is_one_line(build, monkeypatch):
         yield from [{"text": "some text " * 9}] * 400
         raise ConnectionResetError("reset\nby peer")
 
-    monkeypatch.setattr(data, "load_records", lambda args: IterableDataset.from_generator(breaking))
+    monkeypatch.setattr(
+        data, "load_records", lambda args, tell: IterableDataset.from_generator(breaking)
+    )
     rows = build(dataset_name="far/away", streaming=True)
     message = (
         r"^far/away broke after \d+ streamed records \(ConnectionResetError: reset by peer\): check"

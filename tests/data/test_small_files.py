@@ -361,7 +361,7 @@ FOLDERS: dict[str, tuple[dict[str, bytes], list[str], str | None]] = {
             "note.txt": b"a note",
         },
         ["a.csv", "b.parquet", "c.json"],
-        "note.txt; to train on its texts too, name them as files or by a glob",
+        "passed over: note.txt; to train on its texts too, name them as files or by a glob",
     ),
     "a folder of the hub": (
         {
@@ -373,8 +373,9 @@ FOLDERS: dict[str, tuple[dict[str, bytes], list[str], str | None]] = {
             "loading.py": b"import this",
         },
         ["train-00000-of-00001.parquet"],
-        "README.md, loading.py, LICENSE, test-00000-of-00001.parquet (not the split "
-        "train); to train on its texts too, name them as files or by a glob",
+        "read: data/train-00000-of-00001.parquet; passed over: data/test-00000-of-00001.parquet "
+        "(not the split train), README.md, loading.py, LICENSE; to train on its texts too, name "
+        "them as files or by a glob",
     ),
     "what is no text": (
         {
@@ -385,7 +386,7 @@ FOLDERS: dict[str, tuple[dict[str, bytes], list[str], str | None]] = {
             "empty.txt": b"",
         },
         ["a.jsonl"],
-        "README.md, 3 images (read where records name them), 1 .docx, 1 empty file",
+        "passed over: README.md, 3 images (read where records name them), 1 .docx, 1 empty file",
     ),
     "a folder of code": (
         {
@@ -395,17 +396,29 @@ FOLDERS: dict[str, tuple[dict[str, bytes], list[str], str | None]] = {
             "t.csv": b"a,b\n1,2",
         },
         ["README.md", "a.py"],
-        "package.json (no records), t.csv (no records)",
+        "passed over: package.json (no records), t.csv (no records)",
     ),
     "what save_to_disk leaves": (
         {"data-0.arrow": arrow({"text": ["one"]}), "state.json": b"{}", "dataset_info.json": b"{}"},
         ["data-0.arrow"],
-        "dataset_info.json (no records), state.json (no records)",
+        "passed over: dataset_info.json (no records), state.json (no records)",
+    ),
+    "settings that name columns": (
+        {
+            "chats.jsonl": TWO,
+            "dataset_info.json": dumped({"messages": {"columns": {"prompt": "p"}}}),
+            "dataset_infos.json": dumped({"default": {"features": {"messages": [{"a": "b"}]}}}),
+            "metrics.json": dumped({"runs": {"text": "a"}, "text": {"f": 1}, "x": [["text", {}]]}),
+            "held.json": dumped({"rows": [{"id": 1, "text": "a"}]}),
+        },
+        ["chats.jsonl", "held.json"],
+        "passed over: dataset_info.json (no records), dataset_infos.json (no records), "
+        "metrics.json (no records)",
     ),
     "test files alone": (
         {"test.jsonl": TWO, "valid.jsonl": TWO},
         ["test.jsonl", "valid.jsonl"],
-        None,
+        "read: test.jsonl, valid.jsonl (held-out rows by name: there are no others)",
     ),
     "text alone": ({"a.txt": b"one", "b.md": b"two"}, ["a.txt", "b.md"], None),
 }
@@ -419,7 +432,7 @@ def test_a_folder_says_what_it_passes_over(tmp_path, files, read, told):
     lines: list[str] = []
     found = find_files([str(tmp_path)], tell=lines.append)
     assert [path.name for path in found] == read
-    assert lines == ([f"in {tmp_path} passed over: {told}"] if told else [])
+    assert lines == ([f"in {tmp_path} {told}"] if told else [])
     assert [*read_documents(found)]
 
 

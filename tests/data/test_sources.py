@@ -11,12 +11,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from datasets import Dataset, DatasetDict, IterableDataset
 
 from longctx.data.reading.files import find_files, stdlib_files
-from longctx.data.reading.sources import check_dataset_name, load_records, read_documents
+from longctx.data.reading.sources import read_documents
 from longctx.errors import UserError
-from longctx.options.config import DataArguments
 
 
 @pytest.fixture
@@ -286,46 +284,3 @@ def test_the_standard_library_has_long_documents_and_no_tests():
     assert max(path.stat().st_size for path in files) > 200_000
     assert not any({"test", "tests", "site-packages"} & set(path.parts[-3:-1]) for path in files)
     assert files == stdlib_files()
-
-
-def records(name, **options):
-    return load_records(DataArguments(dataset_name=str(name), **options))
-
-
-def test_saved_datasets(tmp_path):
-    Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "one")
-    DatasetDict(train=Dataset.from_dict({"text": ["c"]})).save_to_disk(tmp_path / "many")
-    assert records(tmp_path / "one")["text"][:] == ["a", "b"]
-    assert records(tmp_path / "many")["text"][:] == ["c"]
-    streamed = records(tmp_path / "one", streaming=True)
-    assert isinstance(streamed, IterableDataset)
-    assert [row["text"] for row in streamed] == ["a", "b"]
-    Dataset.from_dict({"text": ["d"]}, split="test").save_to_disk(tmp_path / "test")
-    assert records(tmp_path / "test", dataset_split="test")["text"][:] == ["d"]
-    for streaming in (False, True):
-        with pytest.raises(UserError, match="one has no splits: leave out --dataset_split gone"):
-            records(tmp_path / "one", dataset_split="gone", streaming=streaming)
-    with pytest.raises(UserError, match="no split 'test': give one of train"):
-        records(tmp_path / "many", dataset_split="test")
-
-
-def test_a_local_folder_of_data_files(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
-    streamed = records(tmp_path / "data", streaming=True)
-    assert [row["text"] for row in streamed] == ["a", "b"]
-    with pytest.raises(UserError, match="cannot load the dataset .*nosplit"):
-        records(tmp_path / "data", streaming=True, dataset_split="nosplit")
-
-
-@pytest.mark.parametrize("name", ["./none", "/none/such", "~/none"])
-def test_a_missing_local_dataset_is_known_at_once(name):
-    with pytest.raises(UserError, match=f"the dataset {name} does not exist"):
-        check_dataset_name(name)
-
-
-def test_a_hub_dataset_that_cannot_be_reached():
-    with pytest.raises(UserError, match="cannot load the dataset no/such") as error:
-        records("no/such")
-    assert "\n" not in str(error.value)

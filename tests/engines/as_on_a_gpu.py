@@ -47,7 +47,7 @@ def become_a_gpu() -> None:
     predicted.host_share_bytes = states.host_share_bytes = lambda: HOST_BYTES
     free = H100.gpu_bytes - H100.held_bytes
     states._gpu_budget = lambda specs, args: gpu_budget(free, args.gpu_memory_gib)
-    fsdp._refuse_cpus = lambda args: None
+    fsdp.FSDP2.check_device = lambda *args, **given: None
     loading._check_liger = lambda args, device: None
     patch_as = documents.patch_as
     documents.patch_as = lambda model, options, device: (

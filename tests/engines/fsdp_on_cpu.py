@@ -64,7 +64,7 @@ class CheckedTrainer(LongTrainer):
 AcceleratorState.__init__ = begin_as_on_gpus
 ScatterFromCompute.allocate = allocate_and_note  # type: ignore[method-assign]
 train.LongTrainer = CheckedTrainer
-fsdp._refuse_cpus = lambda args: None
+fsdp.FSDP2.check_device = lambda *args, **given: None
 
 if __name__ == "__main__":
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +35,31 @@ def test_sharded_checkpoints_without_an_optimizer_are_refused(tmp_path: Path, mo
     args = TrainArguments(output_dir=str(tmp_path), use_cpu=True, save_only_model=True)
     with pytest.raises(UserError, match="--save_only_model is impossible with FSDP"):
         FSDP2().start(args)
+
+
+@pytest.mark.parametrize("kind", [Plain, DeepSpeed])
+def test_processes_without_a_gpu_are_told_of_use_cpu(kind, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for processes in ("", "1"):
+        monkeypatch.setenv("WORLD_SIZE", processes)
+        kind().check_device(use_cpu=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    kind().check_device(use_cpu=True)
+    with pytest.raises(UserError, match="2 processes were started .* no GPU: add --use_cpu"):
+        kind().check_device(use_cpu=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    kind().check_device(use_cpu=False)
+
+
+def test_deepspeed_builds_alone_before_transformers_opens_its_group(monkeypatch) -> None:
+    """DeepSpeed compiles an operator for serving when its group opens, which asking for a run's
+    device does."""
+    calls: list[str] = []
+    for name in ("become_one_process", "build_one_at_a_time", "show_greeting"):
+        monkeypatch.setattr(f"longctx.engines.deepspeed.{name}", partial(calls.append, name))
+    monkeypatch.setattr("longctx.engines.deepspeed.installed", lambda name: True)
+    DeepSpeed().prepare(Namespace(deepspeed=str(DS_CONFIGS[0]), bf16=False))
+    assert calls[-1] == "build_one_at_a_time"
 
 
 def launched_with(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:

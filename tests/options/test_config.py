@@ -265,13 +265,26 @@ def test_what_does_nothing_is_said_once(flags: str, idle: str | None, capsys) ->
 
 
 @pytest.mark.parametrize(
+    ("flags", "said"),
+    [("", False), ("--eval_share 0.5", True), (EVAL, False)],
+)
+def test_an_evaluation_without_a_strategy_is_said_to_run_once(flags, said, capsys) -> None:
+    parse_args([*CPU, *flags.split()])
+    assert ("evaluation runs once, when training is over" in capsys.readouterr().out) == said
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("streaming: maybe", "--streaming: true or false is expected, got 'maybe'"),
         ("include_num_input_tokens_seen: some", "all, non_padding, true or false is expected"),
         ("eval_strategy: true", "--eval_strategy: invalid choice: 'true'"),
-        ("train_file: [a, &x b, *x]", "line 1 has an alias: write the value out"),
-        ("lr_scheduler_kwargs: {a: 1, a: 2}", "has a twice"),
+        ("train_file: [a, &x b, *x]", "r.yaml: line 1 has an alias, which recipes do not: write"),
+        ("lr_scheduler_kwargs: {a: 1, a: 2}", "r.yaml: line 1 has a for the second time"),
+        ("datasets:\n- path: a\n  type: b", "r.yaml: unknown key 'datasets': write --train_file"),
+        ("plugins: []", "r.yaml: unknown key 'plugins'"),
+        ("train_file: [{path: a}]", "--train_file: takes a list of words, found settings in it"),
+        ("train_file: []", "--train_file: takes a list of words, found an empty one"),
         ("lr_scheduler_kwargs: {a: !!python/name:os.system x}", "--lr_scheduler_kwargs: the tag"),
         ("train_file: !mine [a]", "--train_file: the tag '!mine' cannot be used"),
     ],

@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from longctx import cli
 from longctx.report.page import write_page
+from longctx.report.runs import moved
 
 
 def run_folder(folder: Path, steps: int = 30, gpu: bool = True) -> Path:
@@ -99,7 +100,7 @@ def test_a_run_of_one_step_and_a_record_of_other_types(tmp_path: Path) -> None:
     for record in (odd, {"starts": [3, {"command": "a 'b"}], "data": {"train": {"files": 3}}}):
         (run / "run.json").write_text(json.dumps(record))
         cli.main(["report", str(run)])
-        assert "8.9000 -&gt; 8.9000" in (run / "report.html").read_text()
+        assert "8.9000" in (run / "report.html").read_text()
 
 
 def test_a_run_without_a_gpu_gets_no_gpu_figures(tmp_path: Path) -> None:
@@ -211,3 +212,10 @@ def test_unknown_commands_name_the_closest(capsys) -> None:
         cli.main(["repotr", "x"])
     cli.main([])
     assert "report" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_known_once_went_nowhere() -> None:
+    assert [moved(losses) for losses in ([5.2524], [5.0, 3.0, 4.0])] == [
+        "5.2524",
+        "5.0000 -> 4.0000",
+    ]

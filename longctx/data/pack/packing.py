@@ -82,7 +82,8 @@ class PackingStats:
     too_long: list[str] = field(default_factory=list)
     """The names of documents with pictures that were left out, since they are longer than a row."""
 
-    def summary(self, seq_len: int) -> str:
+    def summary(self, seq_len: int, use: str = "trained") -> str:
+        """The line that a run prints; `use` says what becomes of the tokens that count."""
         share = self.padding_tokens / max(1, self.rows * seq_len)
         length = f"up to {seq_len:,}, one document in each" if self.one_document else f"{seq_len:,}"
         lost = {
@@ -101,7 +102,7 @@ class PackingStats:
         return (
             f"{many(self.documents, 'document')}, {many(self.tokens, 'token')}{pictures} -> "
             f"{many(self.rows, 'row')} of {length} ({', '.join(parts)}); "
-            f"{self.trained_tokens:,} are trained"
+            f"{self.trained_tokens:,} are {use}"
         )
 
 

@@ -84,8 +84,8 @@ class GroupStats:
     padding_tokens: int = 0
     largest_token_id: int = -1
 
-    def summary(self, seq_len: int) -> str:
-        """The line that a run prints."""
+    def summary(self, seq_len: int, use: str = "trained") -> str:
+        """The line that a run prints; `use` says what becomes of the tokens that count."""
         prompts, answers = many(self.groups, "prompt"), many(self.answers, "answer")
         rated = f"{prompts} with {answers}, {self.desirable:,} of them desirable"
         what = many(self.groups, "pair") if self.kind == "pairs" else rated

@@ -8,7 +8,9 @@ the file, so that a person decides.
 from __future__ import annotations
 
 import codecs
+import re
 import shlex
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +22,30 @@ BYTE_ORDER_MARKS = {
     codecs.BOM_UTF16_BE: "utf-16",
 }
 SAMPLE_BYTES = 1 << 16
-PREFERRED = ("cp1252", "iso8859_15", "mac_roman")
-"""Western encodings, taken where charset-normalizer likes another one no better: to it a French
-text in cp1252 reads equally well as cp1250 or cp1257, with other letters."""
+WESTERN = ("cp1252", "mac_roman", "cp850")
+"""Encodings of Western Europe: of the web, of old Macs and of DOS. An earlier one goes first."""
+ALPHABETS = (
+    "àâæçéèêëîïôœùûüÿ",  # French
+    "äöüßé",  # German
+    "áéíñóúü",  # Spanish
+    "àáâãçéêíóôõúü",  # Portuguese
+    "àèéìîòù",  # Italian
+    "åäöæøéü",  # Danish, Finnish, Norwegian, Swedish
+    "áèéëêïíöóü",  # Dutch
+    "àçèéíïòóúü",  # Catalan
+)
+"""Letters beside ASCII by language. To charset-normalizer a French text in cp1252 reads as well as
+cp1250 or cp1257, with letters that no French word has."""
+OWN_LETTERS = 0.97
+"""The share of such letters in a text that one alphabet must have; names may have others."""
+TYPOGRAPHY = frozenset("“”‘’«»–—…•€£©®°§\xa0")
+"""Signs of texts without other letters than ASCII's."""
+WEB = (
+    "cp1251 koi8_r cp866 cp1250 iso8859_2 cp1253 cp1254 cp1255 cp1256 cp1257 gb18030 big5 cp932 "
+    "euc_jp cp949"
+).split()
+"""Other encodings of the web, of which the first is taken that charset-normalizer likes best, or as
+well as one that is rarer."""
 ICONV = {"mac_roman": "MACINTOSH", "utf_16_le": "UTF-16LE", "utf_16_be": "UTF-16BE"}
 """Python's name of an encoding -> iconv's, where it is another word."""
 
@@ -58,20 +81,49 @@ def guess(data: bytes) -> Guess | None:
     any."""
     from charset_normalizer import from_bytes  # needed for this message alone
 
-    matches = [*from_bytes(data[:SAMPLE_BYTES])]
+    data = data[:SAMPLE_BYTES]
+    for name in WESTERN:
+        text = data.decode(name, errors="ignore")
+        if len(text) == len(data) and _is_western(text):
+            return Guess(name, _excerpt(text))
+    matches = [*from_bytes(data)]
     if not matches:
         return None
     best = matches[0]
     equal = {
-        match.encoding: match
+        name: match
         for match in matches
         if (match.chaos, -match.coherence) <= (best.chaos, -best.coherence)
+        for name in match.could_be_from_charset
     }
-    found = next((equal[name] for name in PREFERRED if name in equal), best)
-    text = str(found)
+    liked = [best.encoding] if best.encoding in WEB else [name for name in WEB if name in equal]
+    name = liked[0] if liked else best.encoding
+    return Guess(name, _excerpt(str(equal.get(name, best))))
+
+
+def _is_western(text: str) -> bool:
+    """Whether the letters beside ASCII are those of one Western language, and more than the other
+    signs, none of which stands within a word."""
+    strange = Counter(letter for letter in text.lower() if not letter.isascii())
+    letters = {letter: count for letter, count in strange.items() if letter.isalpha()}
+    total = sum(letters.values())
+    if not letters:
+        return bool(strange) and strange.keys() <= TYPOGRAPHY
+    if "\0" in text or 2 * total <= strange.total() or _WITHIN_A_WORD.search(text):
+        return False
+    known = (sum(letters.get(letter, 0) for letter in alphabet) for alphabet in ALPHABETS)
+    return max(known) >= OWN_LETTERS * total
+
+
+_WITHIN_A_WORD = re.compile(r"[^\W\d_](?![’·])[^\x00-\x7f\w\s][^\W\d_]|[^\W\d_][²³¹]")
+"""A sign within a word, as another encoding's letters make; apostrophes and the dot of Catalan
+stand there."""
+
+
+def _excerpt(text: str) -> str:
+    """A piece of text around its first letter that is not ASCII."""
     first = next((i for i, letter in enumerate(text) if not letter.isascii()), 0)
-    excerpt = " ".join(text[max(0, first - 15) : first + 25].split())
-    return Guess(found.encoding, excerpt)
+    return " ".join(text[max(0, first - 15) : first + 25].split())
 
 
 def guess_file(path: Path) -> Guess | None:

@@ -1,22 +1,18 @@
-"""Reads documents from files, and from datasets of the hub or of a folder.
+"""Reads documents from files.
 
     book.txt, notes.md, main.py        one document: the whole file
     chats.jsonl, a.json, a.csv,        one document a record (json_values.py, tables.py;
     a.parquet, a.jsonl.gz, ...         records.py says what a record holds)
-    --dataset_name                     one document a row, the same
 
-files.py says which files of a folder are read, and kinds.py what a file is. Every error is a
-one-line UserError that names the file (and line) and what to do.
+files.py says which files are read, kinds.py what a file is, and named.py reads --dataset_name.
+Every error is a one-line UserError that names the file (and line) and what to do.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-
-from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
 
 from longctx.data.reading.encodings import advice, byte_order_mark, decode, guess_file
 from longctx.data.reading.files import unreadable
@@ -27,8 +23,6 @@ from longctx.data.reading.opened import Text
 from longctx.data.reading.records import FORMATS, Document, as_document
 from longctx.data.reading.tables import read_cells, read_columns
 from longctx.errors import UserError, printable
-from longctx.options.config import DataArguments
-from longctx.safety.system import expanded
 
 # A Latin-1 page of French holds 3% accented letters, and every one of them would be lost.
 UNDECODABLE_SHARE = 0.02
@@ -117,56 +111,3 @@ def _values(text: Text) -> Iterator[Found]:
     if suffix in CELL_SUFFIXES:
         return read_cells(text)
     return read_json_file(text) if suffix == ".json" else read_columns(text.path)
-
-
-def load_records(args: DataArguments) -> Dataset | IterableDataset:
-    """--dataset_name: a folder of `save_to_disk`, or what `load_dataset` takes (local or hub)."""
-    assert args.dataset_name
-    check_dataset_name(args.dataset_name)
-    folder = expanded(args.dataset_name)
-    name = f"the dataset {args.dataset_name}"
-    try:
-        if any((folder / file).exists() for file in ("state.json", "dataset_dict.json")):
-            saved = load_from_disk(str(folder))
-            if isinstance(saved, DatasetDict):
-                if args.dataset_split not in saved:
-                    raise UserError(
-                        f"{name} has no split {args.dataset_split!r}: give one of "
-                        f"{', '.join(saved)} as --dataset_split"
-                    )
-                saved = saved[args.dataset_split]
-            elif args.dataset_split not in ("train", str(saved.split)):
-                raise UserError(
-                    f"{name} has no splits: leave out --dataset_split {args.dataset_split}"
-                )
-            if args.dataset_config:
-                raise UserError(
-                    f"{name} was saved by save_to_disk and has no configurations: leave out "
-                    f"--dataset_config {args.dataset_config}"
-                )
-            if not len(saved):
-                raise UserError(f"{name} has no rows in the split {args.dataset_split!r}")
-            return saved.to_iterable_dataset() if args.streaming else saved
-        return load_dataset(
-            str(folder) if folder.exists() else args.dataset_name,
-            args.dataset_config,
-            split=args.dataset_split,
-            streaming=args.streaming,
-        )
-    except UserError:
-        raise
-    except Exception as error:  # missing, offline, gated, bad split, bad file: datasets raises many
-        cause = error.__cause__ or error
-        if isinstance(cause, IndexError):  # what save_to_disk writes of no rows has no file
-            raise UserError(f"{name} has no rows in the split {args.dataset_split!r}") from error
-        reason = " ".join(str(cause).split())[:200]
-        raise UserError(
-            f"cannot load {name} ({type(cause).__name__}: {reason}); check the name, "
-            "--dataset_config, --dataset_split and the connection"
-        ) from error
-
-
-def check_dataset_name(name: str) -> None:
-    """Raises UserError for a local path that does not exist; hub ids are not looked up."""
-    if name.startswith((".", "/", "~")) and not os.path.exists(expanded(name)):
-        raise UserError(f"the dataset {name} does not exist: check the path in --dataset_name")

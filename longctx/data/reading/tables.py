@@ -85,7 +85,7 @@ def read_cells(text: Text) -> Iterator[Found]:
                 raise UserError(
                     f"{where} has {many(len(row), 'cell')}, and line 1 has {len(columns)}"
                 )
-            record = {name: _cell(name, cell) for name, cell in zip(columns, row, strict=True)}
+            record = {name: cell_value(name, cell) for name, cell in zip(columns, row, strict=True)}
             yield Found(where, record, replaced)
             replaced = 0
     except csv.Error as error:
@@ -188,8 +188,8 @@ def _listed(columns: Sequence[str]) -> str:
     return (shown or "nothing") + f" and {more} more" * (more > 0)
 
 
-def _cell(name: str, cell: str) -> Any:
-    """The value of a cell, None for none."""
+def cell_value(name: str, cell: str) -> Any:
+    """The value of a cell in the column `name`; None for an empty one that is no text."""
     if name in STRINGS:
         return _turns_or_text(cell) if name in STRINGS_OR_TURNS else cell
     if not cell.strip():
