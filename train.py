@@ -2,7 +2,7 @@
 
 import sys
 
-from longctx.cli import main
+from longctx.train.cli import main
 
 if __name__ == "__main__":
     main(["train", *sys.argv[1:]])

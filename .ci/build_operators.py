@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longctx.engines.builds import build_one_at_a_time
+from longctx.train.engines.builds import build_one_at_a_time
 
 if __name__ == "__main__":
     build_one_at_a_time()

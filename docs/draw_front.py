@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from longctx.report.page import pyplot
+from longctx.train.report.page import pyplot
 from profiling.pictures import CUSTOM, RED
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from longctx.constants import __distribution__ as __distribution__
 from longctx.constants import __version__ as __version__
-from longctx.safety.noise import quiet_imports as _quiet_imports
+from longctx.noise import quiet_imports as _quiet_imports
 
 if TYPE_CHECKING:  # what type checkers and editors read; _HOMES below is what runs
     from longctx import losses as losses
@@ -43,33 +43,33 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES below is what r
     from longctx.kernels.rope_tables import apply_rotary_pos_emb as apply_rotary_pos_emb
     from longctx.kernels.swiglu import geglu as geglu
     from longctx.kernels.swiglu import swiglu as swiglu
-    from longctx.model.nn import CrossEntropyLoss as CrossEntropyLoss
-    from longctx.model.nn import GeGLU as GeGLU
-    from longctx.model.nn import LayerNorm as LayerNorm
-    from longctx.model.nn import LinearCrossEntropyLoss as LinearCrossEntropyLoss
-    from longctx.model.nn import LinearJSDLoss as LinearJSDLoss
-    from longctx.model.nn import LinearKLLoss as LinearKLLoss
-    from longctx.model.nn import LinearLogProbs as LinearLogProbs
-    from longctx.model.nn import RMSNorm as RMSNorm
-    from longctx.model.nn import RotaryEmbedding as RotaryEmbedding
-    from longctx.model.nn import SwiGLU as SwiGLU
-    from longctx.model.patch import AutoLongctxModelForCausalLM as AutoLongctxModelForCausalLM
-    from longctx.model.patch import patch as patch
-    from longctx.model.patch import unpatch as unpatch
-    from longctx.model.patch_class import patch_class as patch_class
-    from longctx.run.efficiency import EfficiencyCallback as EfficiencyCallback
-    from longctx.run.loop import exact_adamw as exact_adamw
-    from longctx.run.trainer import LongTrainer as LongTrainer
+    from longctx.patching.nn import CrossEntropyLoss as CrossEntropyLoss
+    from longctx.patching.nn import GeGLU as GeGLU
+    from longctx.patching.nn import LayerNorm as LayerNorm
+    from longctx.patching.nn import LinearCrossEntropyLoss as LinearCrossEntropyLoss
+    from longctx.patching.nn import LinearJSDLoss as LinearJSDLoss
+    from longctx.patching.nn import LinearKLLoss as LinearKLLoss
+    from longctx.patching.nn import LinearLogProbs as LinearLogProbs
+    from longctx.patching.nn import RMSNorm as RMSNorm
+    from longctx.patching.nn import RotaryEmbedding as RotaryEmbedding
+    from longctx.patching.nn import SwiGLU as SwiGLU
+    from longctx.patching.patch import AutoLongctxModelForCausalLM as AutoLongctxModelForCausalLM
+    from longctx.patching.patch import patch as patch
+    from longctx.patching.patch import unpatch as unpatch
+    from longctx.patching.patch_class import patch_class as patch_class
+    from longctx.loop.efficiency import EfficiencyCallback as EfficiencyCallback
+    from longctx.loop.exact_adamw import exact_adamw as exact_adamw
+    from longctx.train.trainer.trainer import LongTrainer as LongTrainer
 
 _HOMES = {
-    "patch": "longctx.model.patch",
-    "unpatch": "longctx.model.patch",
-    "patch_class": "longctx.model.patch_class",
-    "AutoLongctxModelForCausalLM": "longctx.model.patch",
+    "patch": "longctx.patching.patch",
+    "unpatch": "longctx.patching.patch",
+    "patch_class": "longctx.patching.patch_class",
+    "AutoLongctxModelForCausalLM": "longctx.patching.patch",
     "Documents": "longctx.attention.documents",
-    "exact_adamw": "longctx.run.loop",
-    "LongTrainer": "longctx.run.trainer",
-    "EfficiencyCallback": "longctx.run.efficiency",
+    "exact_adamw": "longctx.loop.exact_adamw",
+    "LongTrainer": "longctx.train.trainer.trainer",
+    "EfficiencyCallback": "longctx.loop.efficiency",
     "linear_cross_entropy": "longctx.head.loss",
     "linear_log_probs": "longctx.head.log_probs",
     "linear_jsd": "longctx.head.distillation",
@@ -86,7 +86,7 @@ _HOMES = {
             *("RMSNorm", "LayerNorm", "RotaryEmbedding", "SwiGLU", "GeGLU", "CrossEntropyLoss"),
             *("LinearCrossEntropyLoss", "LinearLogProbs", "LinearJSDLoss", "LinearKLLoss"),
         ),
-        "longctx.model.nn",
+        "longctx.patching.nn",
     ),
 }
 _PACKAGES = ("losses",)

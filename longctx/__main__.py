@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from longctx.cli import main
+from longctx.train.cli import main
 
 main()

@@ -1,5 +1,5 @@
 """Trains a step of a tiny model of every causal family of transformers, as Hugging Face's and as
-any model (longctx/model/any_model), and records how the two compare.
+any model (longctx/any_model), and records how the two compare.
 
     python profiling/any_families.py --output profiling/results/any_families.json
 

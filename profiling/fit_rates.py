@@ -27,9 +27,9 @@ from longctx.cost.images import Images
 from longctx.cost.machines import MACHINES
 from longctx.cost.seconds import Seconds
 from longctx.cost.sizes import Sizes
-from longctx.options.config import ModelArguments
-from longctx.plan.engines import shared_rows
-from longctx.plan.predict import Subject, plan
+from longctx.train.options.config import ModelArguments
+from longctx.train.plan.engines import shared_rows
+from longctx.train.plan.predict import Subject, plan
 from profiling.front import batches
 from profiling.plan_cells import (
     LONGEST,

@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.constants import GIB
 from longctx.memory.pending import Pending
-from longctx.report.page import pyplot, with_ending
+from longctx.train.report.page import pyplot, with_ending
 from profiling.bench.peers import CHECKPOINTING
 from profiling.bench.trl_bench import PackedRows
 from profiling.build import VOCABULARY, build_model

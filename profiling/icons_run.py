@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.errors import UserError
-from longctx.report.page import pyplot
+from longctx.train.report.page import pyplot
 from profiling.bench.runner import train_lines
 from profiling.pictures import COLOURS
 from profiling.pictures_to_read import make_model, write_answers

@@ -219,7 +219,7 @@ def _sources() -> dict[str, tuple[str, ...]]:
     from transformers import modeling_layers
 
     from longctx.memory import store, stream
-    from longctx.run.oom import LOSS
+    from longctx.train.trainer.oom import LOSS
 
     modules = {
         "loss": LOSS,

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from longctx.engines.collectives import local_shard
-from longctx.run.trainer import LongTrainer
+from longctx.loop.collectives import local_shard
+from longctx.train.trainer.trainer import LongTrainer
 from profiling import memory_timeline
 from profiling.memory_categories import Marks
 

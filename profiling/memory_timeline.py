@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.constants import GIB
 from longctx.errors import UserError
-from longctx.report.page import (
+from longctx.train.report.page import (
     code,
     figure,
     heading,
@@ -33,7 +33,7 @@ from longctx.report.page import (
     with_ending,
     write_page,
 )
-from longctx.safety.writing import MARK
+from longctx.train.safety.writing import MARK
 from profiling.memory_categories import CATEGORIES, Marks, categorise
 from profiling.results import files_named
 

@@ -50,7 +50,7 @@ def make_model(
     """Writes a model with random weights to FOLDER/model, and its tokenizer, made of `lines`."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    from longctx.data.text.tokenizer import as_pretrained, train_backend
+    from longctx.train.data.text.tokenizer import as_pretrained, train_backend
 
     lines = ["user: assistant: ", *lines]
     tokenizer = as_pretrained(train_backend(lines * 4, 320))

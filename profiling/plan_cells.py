@@ -35,21 +35,21 @@ from longctx.constants import GIB
 from longctx.cost.machines import MACHINES, Machine, machine_like
 from longctx.cost.peak import peak, phases
 from longctx.cost.sizes import Batch, default_head_groups
-from longctx.engines import choose_engine
-from longctx.engines.layout import Layout
+from longctx.train.engines import choose_engine
+from longctx.train.engines.layout import Layout
 from longctx.memory.ladder import Budget, Step, choose, predicted
 from longctx.memory.levels import Levels
 from longctx.memory.place import PlacedStates, usable_bytes
-from longctx.model.blocks import state_blocks
-from longctx.model.costs import StepTable
-from longctx.model.vision import towers
-from longctx.options.config import ModelArguments
-from longctx.plan.decide import decided, keeping
-from longctx.plan.predict import Plan, Run, Subject, plan
-from longctx.report.page import pyplot, with_ending
-from longctx.report.plan_run import with_answers, with_images
-from longctx.report.predicted import equal_tokens
-from longctx.run.loading import load_config
+from longctx.families.blocks import state_blocks
+from longctx.runtime.costs import StepTable
+from longctx.families.vision import towers
+from longctx.train.options.config import ModelArguments
+from longctx.memory.decide import decided, keeping
+from longctx.train.plan.predict import Plan, Run, Subject, plan
+from longctx.train.report.page import pyplot, with_ending
+from longctx.train.report.plan_run import with_answers, with_images
+from longctx.train.report.predicted import equal_tokens
+from longctx.train.start.loading import load_config
 from profiling.bench.everyday_peers import Case, Rows
 from profiling.bench.step_bench import engine_options
 from profiling.build import VOCABULARY, model_arguments

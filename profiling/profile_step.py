@@ -44,9 +44,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from longctx.constants import GIB
 from longctx.errors import UserError
 from longctx.kernels.annotate import annotated
-from longctx.report.page import code, figure, heading, paragraph, pyplot, table, write_page
-from longctx.run.oom import explained_oom
-from longctx.run.trainer import LongTrainer
+from longctx.train.report.page import code, figure, heading, paragraph, pyplot, table, write_page
+from longctx.train.trainer.oom import explained_oom
+from longctx.train.trainer.trainer import LongTrainer
 from profiling import memory_timeline
 from profiling.build import PhaseMarks, build_trainer
 from profiling.memory_recorder import RecordBeginning, RecordMemory

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from longctx.errors import UserError
-from longctx.report.page import code, heading, paragraph, with_ending
-from longctx.safety.files import read_json
-from longctx.safety.writing import check_writable, is_marked, replace_file
+from longctx.train.report.page import code, heading, paragraph, with_ending
+from longctx.train.safety.files import read_json
+from longctx.train.safety.writing import check_writable, is_marked, replace_file
 
 _PACKAGES = (
     "torch triton transformers accelerate liger-kernel cut-cross-entropy flash-attn-4 deepspeed trl"

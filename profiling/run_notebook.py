@@ -23,8 +23,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.errors import UserError
-from longctx.program import program
-from longctx.safety.writing import replace_file
+from longctx.train.program import program
+from longctx.train.safety.writing import replace_file
 from profiling.results import results_file, write_results
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"

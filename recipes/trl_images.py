@@ -28,7 +28,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from trl import SFTConfig, SFTTrainer
 
 import longctx
-from longctx.data.pictures.rows import conversations
+from longctx.train.data.pictures.rows import conversations
 from longctx.errors import UserError
 
 

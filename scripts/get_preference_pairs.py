@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from longctx.data.reading.files import stdlib_files
+from longctx.train.data.reading.files import stdlib_files
 from longctx.errors import UserError
 
 HELD_OUT = ("email", "tkinter", "multiprocessing", "xml", "idlelib")

@@ -4,8 +4,8 @@
     python scripts/rooms.py 55ff973      the tree of a commit
 
 A *floor* is a file's height over the files that import nothing of ours. A *room* is a folder of
-longctx/; files beside the rooms (cli.py, errors.py, ...) are one, called `longctx`. Every import
-statement counts, those inside functions too; what the public doors (longctx/__init__.py, cli.py)
+longctx/; files beside the rooms (train/cli.py, errors.py, ...) are one, called `longctx`. Every import
+statement counts, those inside functions too; what the public doors (longctx/__init__.py, train/cli.py)
 import by name when it is asked for, or for type checkers alone, does not. tests/test_rooms.py holds
 the tree to this count.
 """
@@ -91,7 +91,7 @@ def floors(imports: Imports) -> dict[str, int]:
 
 def room_floors(imports: Imports) -> dict[str, int]:
     """The same for rooms, by the arrows between them. Raises ValueError for a circle. The files
-    beside the rooms are no room: some stand under them (errors.py), some over them (cli.py)."""
+    beside the rooms are no room: some stand under them (errors.py), some over them (train/cli.py)."""
     by_room: Imports = {room(name): set() for name in imports if room(name) != "longctx"}
     for start, end in arrows(imports):
         if "longctx" not in (start, end):

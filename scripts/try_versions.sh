@@ -35,5 +35,5 @@ uv pip freeze --python "$venv/bin/python"
 (cd "$venv" && bin/python "$root/tests/installed.py" >/dev/null)
 echo "imported, and trained a patched model outside the repository"
 cd "$root"
-[ $# -gt 0 ] || set -- tests/plan tests/lora tests/memory tests/model
+[ $# -gt 0 ] || set -- tests/train/plan tests/train/lora tests/memory tests/model
 "$venv/bin/python" -m pytest -p no:cacheprovider "$@"

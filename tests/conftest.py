@@ -35,13 +35,13 @@ FIRST = "test_package.py"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """xdist would begin with the files of many tests, and end with one worker in tests/engines."""
+    """xdist would begin with the files of many tests, and end with one worker in tests/train/engines."""
     config.option.loadscopereorder = False
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives one worker all files of tests/engines, and not each worker some: their reference runs
+    """Gives one worker all files of tests/train/engines, and not each worker some: their reference runs
     and their warm process are made once a worker, and take 20 s of a core."""
     if config.getoption("dist") != "loadfile":
         return None
@@ -50,7 +50,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "tests/engines" if file.startswith("tests/engines/") else file
+            return "tests/train/engines" if file.startswith("tests/train/engines/") else file
 
     return ByFile(config, log)
 
@@ -65,9 +65,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Runs end without a sample of text, of a forward pass a token. tests/report/test_sample.py
+    """Runs end without a sample of text, of a forward pass a token. tests/train/report/test_sample.py
     makes some."""
-    if sample := sys.modules.get("longctx.report.sample"):
+    if sample := sys.modules.get("longctx.train.report.sample"):
         sample.TOKENS = 0
 
 
@@ -131,7 +131,7 @@ def plain_kernels() -> Iterator[None]:
 @pytest.fixture
 def scheduled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of every layer that the schedule runs."""
-    from longctx.model.forwards import modules
+    from longctx.forwards import modules
 
     tokens: list[int] = []
     run = modules.scheduled_layer

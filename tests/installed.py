@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
-EXTRAS = {"longctx.lora": "peft"}
+EXTRAS = {"longctx.train.lora": "peft"}
 """Rooms that need an extra, and its package."""
 
 
@@ -42,7 +42,7 @@ def modules() -> list[str]:
 
 def printed(*argv: str) -> str:
     """What a command prints."""
-    from longctx import cli
+    from longctx.train import cli
 
     with contextlib.redirect_stdout(io.StringIO()) as out:
         cli.main(argv)

@@ -10,7 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from longctx.cost.kept import Ladder
 from longctx.cost.sizes import Batch
 from longctx.memory.candidates import Candidates, Counted
-from longctx.model.costs import StepTable
+from longctx.runtime.costs import StepTable
 
 
 class PeakTracker(MemTracker):

@@ -13,10 +13,10 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoConfig, GptOssConfig, PretrainedConfig
 
-from longctx.model.families import base_of, layers_of
-from longctx.model.family import part_of
-from longctx.model.mixers import ModelsMixer
-from longctx.safety.system import installed
+from longctx.families.families import base_of, layers_of
+from longctx.families.family import part_of
+from longctx.mixers.mixers import ModelsMixer
+from longctx.system import installed
 
 WINDOW = 23
 """Shorter than most documents of the tests, and no multiple of anything."""
@@ -317,7 +317,7 @@ IN_TORCH_ALONE = pytest.mark.skipif(
 )
 EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", "ernie4_5_moe"]
 EXPERTS += ["granitemoe", "granitemoeshared"]
-"""Those whose tokens go to experts. In 16 bits some choices flip: tests/model/test_experts.py has
+"""Those whose tokens go to experts. In 16 bits some choices flip: tests/families/test_experts.py has
 the same choices on all sides. PEFT's word for all maps adapts routers, too."""
 FIRST_OF_EACH = [*{kind: name for name, (kind, _) in reversed(FAMILIES.items())}.values()]
 """One variant of each family."""

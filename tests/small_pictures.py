@@ -29,11 +29,11 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from exactness import FACTOR, FLOOR, relative_error
-from longctx.data.pictures.processor import Pictures
-from longctx.data.rows import Sight, build_dataset, pictures_of
-from longctx.options.config import DataArguments, TrainArguments
-from longctx.run.picture_batches import PictureCollator, Pictured
-from longctx.tasks import make_task
+from longctx.train.data.pictures.processor import Pictures
+from longctx.train.data.rows import Sight, build_dataset, pictures_of
+from longctx.train.options.config import DataArguments, TrainArguments
+from longctx.train.start.picture_batches import PictureCollator, Pictured
+from longctx.train.tasks import make_task
 
 PLACES = {
     "gemma3": "<start_of_image>",

@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import cache
 
 from longctx.cost.machines import MACHINES, Machine
-from longctx.options.config import ModelArguments
-from longctx.plan.predict import Run, Subject
-from longctx.run.loading import load_config
+from longctx.train.options.config import ModelArguments
+from longctx.train.plan.predict import Run, Subject
+from longctx.train.start.loading import load_config
 
 
 @cache

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from small_tokenizer import small_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from longctx.commands import train
-from longctx.output import METRICS
-from longctx.run.trainer import LongTrainer
+from longctx.train.commands import train
+from longctx.train.output import METRICS
+from longctx.train.trainer.trainer import LongTrainer
 
 LATE = (
     "accelerate.commands.launch",
@@ -30,9 +30,9 @@ LATE = (
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # decorated by torch.compile: 1.5 s
     "longctx.losses.modules",
-    "longctx.run.optimization",
-    "longctx.tasks.collate",
-    "longctx.tasks.pairs",
+    "longctx.train.start.optimization",
+    "longctx.train.tasks.collate",
+    "longctx.train.tasks.pairs",
     "torch.distributed.run",
 )
 """Modules that a run imports only when it needs them."""

@@ -23,10 +23,10 @@ from longctx.memory.place import Place
 from longctx.memory.settle import HostRoom
 from longctx.memory.states import BlockSpec
 from longctx.memory.stream import StateStream
-from longctx.model.blocks import state_blocks
-from longctx.model.patch import patch_as
-from longctx.model.runtime import patched_part
-from longctx.options.model import PatchOptions
+from longctx.families.blocks import state_blocks
+from longctx.patching.patch import patch_as
+from longctx.runtime.runtime import patched_part
+from longctx.train.options.model import PatchOptions
 
 TOKENS = 48
 """Of the longest batch."""

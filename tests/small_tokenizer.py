@@ -7,7 +7,7 @@ import functools
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from longctx.data.text.tokenizer import as_pretrained, train_backend
+from longctx.train.data.text.tokenizer import as_pretrained, train_backend
 
 TEXTS = ["def attention(query, key, value):\n    return softmax(query @ key.T) @ value\n"] * 4
 # The same ChatML without generation markers.

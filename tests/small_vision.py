@@ -11,7 +11,7 @@ from small_families import SIZES, WINDOW
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig
 
-from longctx.safety.system import installed
+from longctx.system import installed
 
 IMAGE = 200
 """The token that stands for a part of an image."""

@@ -23,7 +23,7 @@ from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
 import longctx
 from longctx.errors import UserError
-from longctx.model.any_model.runtime import any_part
+from longctx.any_model.runtime import any_part
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

@@ -21,7 +21,7 @@ from paths import ROOT, TESTS
 from test_kernels_name import write_kernels
 
 import longctx
-from longctx.cli import COMMANDS
+from longctx.train.cli import COMMANDS
 
 LINKED = ("kernels", "recipes", "ds_configs", "fsdp_configs", "docs")
 """Folders of the repository to which longctx/ has links."""
@@ -84,8 +84,8 @@ def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel: Path) -> 
     assert packed == sources
     assert {
         "longctx/py.typed",
-        "longctx/data/chat/templates/llama.jinja",
-        "longctx/options/presets.yaml",
+        "longctx/train/data/chat/templates/llama.jinja",
+        "longctx/train/options/presets.yaml",
     } < packed
     assert {"longctx/kernels/norm.py", "longctx/share/ds_configs/zero3.json"} < packed
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from longctx import cli
+from longctx.train import cli
 from longctx.errors import UserError
-from longctx.program import Parser, importing, program, started_as
+from longctx.train.program import Parser, importing, program, started_as
 
 pytestmark = pytest.mark.usefixtures("heard_signals")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -15,8 +15,8 @@ import pytest
 from paths import PYTHONPATH, ROOT
 
 import longctx
-from longctx.model.patch import OPTIONS
-from longctx.options.model import PatchOptions
+from longctx.patching.patch import OPTIONS
+from longctx.train.options.model import PatchOptions
 
 
 @pytest.mark.parametrize("name", longctx.__all__)

@@ -61,7 +61,7 @@ def test_every_room_is_known(imports) -> None:
 
 
 DATA = ("reading", "pictures", "chat", "pack", "text")
-"""The folders of longctx/data: each may import itself and those before it."""
+"""The folders of longctx/train/data: each may import itself and those before it."""
 
 
 def test_the_folders_of_data_go_one_way(imports) -> None:
@@ -69,7 +69,7 @@ def test_the_folders_of_data_go_one_way(imports) -> None:
         parts = name.split(".")
         return DATA.index(parts[2]) if len(parts) > 3 else len(DATA)
 
-    inside = {name for name in imports if name.startswith("longctx.data.")}
+    inside = {name for name in imports if name.startswith("longctx.train.data.")}
     for name in inside:
         for other in imports[name] & inside:
             assert floor(other) <= floor(name), f"{name} imports {other}"
@@ -104,7 +104,7 @@ def test_the_tree_on_the_page_is_that_of_the_docstrings() -> None:
 def test_a_change_is_reached_by_imports_and_by_names_in_strings(tmp_path) -> None:
     for name, text in {
         "longctx/__init__.py": "if 1:\n    from longctx.deep.patch import patch as patch",
-        "longctx/cli.py": "COMMANDS = {'go': 'longctx.deep.go'}",
+        "longctx/train/cli.py": "COMMANDS = {'go': 'longctx.deep.go'}",
         "longctx/deep/__init__.py": "",
         "longctx/deep/patch.py": "",
         "longctx/deep/go.py": "import longctx.deep.patch",

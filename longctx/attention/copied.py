@@ -8,7 +8,7 @@ answers' own, and all documents run in one call.
 Query i of an answer's n stands m - n + i tokens after the first of its m keys, as it does in a row
 of its own, and that is what causal means to flash-attention where there are more keys than queries.
 The FLOPs are those of prefixes.py, without its second call for each prompt and without a merge, and
-the GPU alone reads where documents begin, so that CUDA graphs can have it (model/graphs.py). In
+the GPU alone reads where documents begin, so that CUDA graphs can have it (runtime/graphs.py). In
 backward a key's gradients of all its places are added up in fp32, always in the same order
 (kernels/places.py).
 

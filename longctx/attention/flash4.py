@@ -32,8 +32,8 @@ from filelock import FileLock, Timeout
 
 from longctx.errors import one_line, print_rank0
 from longctx.kernels.compiling import NOTICE
-from longctx.safety.packages import pip_install
-from longctx.safety.system import CACHE, cpu_line, expanded, version_of
+from longctx.packages import pip_install
+from longctx.system import CACHE, cpu_line, expanded, version_of
 
 TRAINABLE = (9, 10, 11, 12)
 """Major compute capabilities with kernels for forward and backward."""

@@ -1,7 +1,7 @@
 """The seconds in which the GPU waits for the host, and what is spent to spare them.
 
 Eagerly, Python launches kernel after kernel: a step of short rows takes as long as that, however
-short its kernels are. As CUDA graphs (model/graphs.py), a step's layers are launched at once, for a
+short its kernels are. As CUDA graphs (runtime/graphs.py), a step's layers are launched at once, for a
 copy of their gradients, and for memory of their own that the loss cannot share with them.
 """
 

@@ -15,7 +15,7 @@ Where the next thing goes, and the table that gets its line:
     a part like the MLP    `OverTiles` in parts/protocol.py; a file in parts/, `PARTS`
     a mixer                `OverRow` in parts/protocol.py; a file in parts/, `PARTS`
     a norm                 `NormSpec` in norm_spec.py; `NormClass` of its `Family`
-    an adapter             `Adapter` in adapters/protocol.py; `KINDS` in model/adapters.py
+    an adapter             `Adapter` in adapters/protocol.py; `KINDS` in families/adapters.py
     a kept tensor          `Pass.keep` in passes.py; a `Keepable` in the `cost` of its part
     a rate                 `RATE_SHARES` in cost/fitted.py, or a field of `Rates` in cost/rates.py
 

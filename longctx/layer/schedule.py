@@ -7,7 +7,7 @@ For the T tokens of a batch, x (T, D), and weights (out, in) as Hugging Face sto
     n2 = rms_norm(h)              y = h + (silu(n2 Wg') * (n2 Wu')) Wd'       (T, F), (T, D)
 
 This is Llama's layer: two residual blocks, each a part of its own (parts/). `Traits.blocks` names
-the parts of a layer, and one of them may be missing. Other families (model/families.py) differ by
+the parts of a layer, and one of them may be missing. Other families (families/families.py) differ by
 data (`Traits`, the parameters they have): a window or another scale of attention, layers without
 rope, a factor r of both sums (h = x + r o Wo'), norms of q and k, a gate of o, norms after the
 parts, an MLP without a gate or beside attention (it reads n1, and y = h + its output), and

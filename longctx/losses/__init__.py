@@ -9,7 +9,7 @@ hidden states and lm_head's weight and make no logits.
     reward_loss           pairs of rewards, by Bradley and Terry
     LinearDPOLoss, LinearORPOLoss, LinearCPOLoss, LinearSimPOLoss, LinearKTOLoss     the modules
     PreferenceOutput, KTOOutput     what they return
-    LinearJSDLoss         divergence from a teacher (longctx.model.nn)
+    LinearJSDLoss         divergence from a teacher (longctx.patching.nn)
 
 Example:
     >>> import torch
@@ -35,7 +35,7 @@ from longctx.losses.modules import (
 from longctx.losses.preference import dpo_loss
 from longctx.losses.reward import reward_loss
 from longctx.losses.without_reference import cpo_loss, orpo_loss, simpo_loss
-from longctx.model.nn import LinearJSDLoss
+from longctx.patching.nn import LinearJSDLoss
 
 __all__ = [
     "KTOOutput",

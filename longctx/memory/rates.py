@@ -4,9 +4,9 @@ keeps the rates on disk (`Measured`).
     products      y = x W, dx = dy W', dW = x' dy of a tile of Llama-3.1-8B's MLP
     copies        1 GiB on the GPU: bytes read and written
     link          256 MiB of page-locked memory: up, down, both at once
-    attention     plan/measure.py
+    attention     train/plan/measure.py
 
-`longctx doctor` and `longctx plan` measure all of them (plan/measure.py), each for up to a second,
+`longctx doctor` and `longctx plan` measure all of them (train/plan/measure.py), each for up to a second,
 so that clocks settle as in a step. A run takes the rates that are kept. If there are none, it
 measures for 30 ms.
 """
@@ -34,7 +34,7 @@ from longctx.cost.machines import between, machine_like
 from longctx.cost.rates import AttentionRates, Rates, of_heads
 from longctx.errors import UserError, print_rank0
 from longctx.memory.slab import PinnedSlab
-from longctx.safety.system import CACHE, cpu_line, expanded, version_of
+from longctx.system import CACHE, cpu_line, expanded, version_of
 
 FORMAT = 1
 """The version of the file and of the measurement. Any change raises it."""
@@ -86,7 +86,7 @@ def gpu_rates(
     """Returns the rates of matmuls in `dtype`, of copies on the GPU, of copies over the link while
     as many bytes go the other way, and of a backend's attention over documents of so many tokens,
     whose scores may have a softcap. `link_bytes` is the link's rate where other processes of the
-    host use it (engines/host_link.py); the rates that are kept are those of one alone."""
+    host use it (loop/host_link.py); the rates that are kept are those of one alone."""
     kept = read_rates(device) if dtype.itemsize == 2 else None
     if kept is not None:
         flops, memory_bytes, alone = kept.flops, kept.memory_bytes, kept.link.both

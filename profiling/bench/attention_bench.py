@@ -23,7 +23,7 @@ from longctx.attention.backends import BACKENDS, choose_attention
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV
 from longctx.errors import UserError
-from longctx.plan.measure import seconds_of
+from longctx.train.plan.measure import seconds_of
 from profiling.results import results_file, write_results
 
 HEADS = {256: (16, 8), 128: (32, 8), 64: (32, 8)}

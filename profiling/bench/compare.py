@@ -36,8 +36,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.errors import UserError
-from longctx.options.config import ModelArguments
-from longctx.report.page import (
+from longctx.train.options.config import ModelArguments
+from longctx.train.report.page import (
     figure,
     heading,
     paragraph,
@@ -46,7 +46,7 @@ from longctx.report.page import (
     with_ending,
     write_page,
 )
-from longctx.safety.system import installed
+from longctx.system import installed
 from profiling.bench import step_bench
 from profiling.bench.peers import CHECKPOINTING
 from profiling.bench.runner import ROOT, Case, Row, run_child
@@ -161,7 +161,7 @@ def plan(args: argparse.Namespace) -> list[Case]:
     """The cases in the order of the lengths. Raises UserError for what this machine cannot run."""
     import torch
 
-    from longctx.run.loading import PRESETS, check_request
+    from longctx.train.start.loading import PRESETS, check_request
 
     _known("preset", args.preset, list(PRESETS))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.errors import UserError
-from longctx.report.page import figure, pyplot, table, write_page
+from longctx.train.report.page import figure, pyplot, table, write_page
 from profiling.bench.runner import on_gpus, train_lines
 from profiling.pictures import COLOURS
 from profiling.results import how_measured, results_file, write_results

@@ -292,7 +292,7 @@ def pairs_of_batches(case: Case, ours: bool) -> list[int]:
 
 def measure_custom(case: Case, clock: Clock, flags: list[str], folder: Path) -> Row:
     """Steps of train.py's trainer with its defaults."""
-    from longctx.model.runtime import patched_part
+    from longctx.runtime.runtime import patched_part
     from profiling.bench import step_bench
     from profiling.build import build_trainer
     from profiling.ladders import ladder_columns
@@ -341,7 +341,7 @@ def pair_columns(batches: Sequence[int], clock: Clock) -> Row:
 def mfu_of(case: Case, count: int, model: Any, step_s: float) -> float | None:
     """The share of the card's peak that a step's FLOPs are, with attention as over `count` rows of
     the case; None for an unknown card."""
-    from longctx.run.metrics import attended, device_peak_flops, parameters_in_matmuls
+    from longctx.loop.metrics import attended, device_peak_flops, parameters_in_matmuls
 
     peak = device_peak_flops(next(model.parameters()).device)
     if peak is None:

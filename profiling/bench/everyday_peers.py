@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from longctx.attention.documents import Documents
 from longctx.constants import GIB, IGNORE_INDEX
 from longctx.errors import UserError
-from longctx.model.adapters import inside_peft
+from longctx.families.adapters import inside_peft
 from profiling.bench import peers
 from profiling.bench.step_clock import Clock, time_loop, time_trainer
 
@@ -195,7 +195,7 @@ def measure_peer(peer: Peer, case: Case, setting: Setting, clock: Clock, folder:
 def load_hf(case: Case, setting: Setting, class_type: str) -> Any:
     """Hugging Face's layers in bf16 (fp32 without a GPU), with adapters and NF4 as the case says.
     Liger-Kernel needs a GPU, so without one its layers are Hugging Face's."""
-    from longctx.run.loading import load_model
+    from longctx.train.start.loading import load_model
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -224,7 +224,7 @@ def model_options(case: Case, class_type: str = "vanilla", **more: Any) -> Any:
 
 
 def config_of(case: Case, **special_ids: int) -> PretrainedConfig:
-    from longctx.run.loading import load_config
+    from longctx.train.start.loading import load_config
     from profiling.build import VOCABULARY
 
     config = load_config(model_options(case), vocab_size=VOCABULARY, special_ids=special_ids)
@@ -320,9 +320,9 @@ def packed_pairs(case: Case) -> list[dict[str, Any]]:
     once. Of pairs that are alike each fills a row. The reference's log-probabilities are 0."""
     import numpy as np
 
-    from longctx.data.pack.packing_groups import GroupStats, pack_groups
-    from longctx.data.reading.groups import Group
-    from longctx.tasks.reference import REFERENCE
+    from longctx.train.data.pack.packing_groups import GroupStats, pack_groups
+    from longctx.train.data.reading.groups import Group
+    from longctx.train.tasks.reference import REFERENCE
 
     groups = [
         Group(
@@ -379,7 +379,7 @@ def dpo_trainer(model: Any, case: Case, checkpointing: str, steps: int, folder: 
 def make_weights(case: Case, folder: Path) -> None:
     """Writes a folder of random bf16 weights with a tokenizer, for a peer that reads one; the
     tokenizer comes last. Raises UserError where there is no room."""
-    from longctx.run.loading import weights_bytes
+    from longctx.train.start.loading import weights_bytes
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = config_of(case, bos_token_id=0, eos_token_id=1, pad_token_id=2)

@@ -36,7 +36,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.constants import GIB
-from longctx.options.presets import PRESETS
+from longctx.train.options.presets import PRESETS
 from profiling.bench import runner
 from profiling.bench.runner import Case, Row, rounded, until_out_of_memory
 
@@ -95,9 +95,9 @@ def made(case: Case, sizes: dict[str, Any], device: str, dtype: Any) -> Any:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     import longctx
-    from longctx.lora.quantise import quantise_
-    from longctx.model.families import base_of
-    from longctx.model.vision import towers
+    from longctx.train.lora.quantise import quantise_
+    from longctx.families.families import base_of
+    from longctx.families.vision import towers
     from profiling.bench.peers import keep
 
     config = AutoConfig.for_model("qwen3_vl", **copy.deepcopy(sizes))

@@ -115,8 +115,8 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
     """One row of the results, from this process."""
     import torch
 
-    from longctx.model.caller import Caller
-    from longctx.run.metrics import peak_memory
+    from longctx.calls.caller import Caller
+    from longctx.loop.metrics import peak_memory
     from profiling.build import build_model
 
     if case["limit_gib"]:

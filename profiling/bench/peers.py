@@ -41,7 +41,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV
-from longctx.model.adapters import inside_peft
+from longctx.families.adapters import inside_peft
 
 OURS = ("custom", "any")
 """Class types that are no peers."""

@@ -102,8 +102,8 @@ def complete(case: Case) -> Case:
 
 def make_model(case: Case) -> PreTrainedModel:
     """With random weights in bf16, and as its trainer wants it."""
-    from longctx.options.config import ModelArguments
-    from longctx.run.loading import load_config
+    from longctx.train.options.config import ModelArguments
+    from longctx.train.start.loading import load_config
 
     tokens = case["prompt"] + case["answer"] * case["answers"]
     args = ModelArguments(preset=case["preset"], seq_len=tokens, extend_context=True)

@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from longctx.errors import UserError
-from longctx.program import program
+from longctx.train.program import program
 from profiling.bench.peers import settled
 from profiling.results import results_file, write_results
 

@@ -60,7 +60,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.errors import UserError
-from longctx.report.page import pyplot
+from longctx.train.report.page import pyplot
 from profiling.bench.smollm2_steps import CONTEXT, LORA, PICTURE, Args
 from profiling.bench.weights_moved import STATES
 from profiling.results import read_rows, results_file, write_results

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from longctx.constants import IGNORE_INDEX
-from longctx.lora.merge import merge
-from longctx.options.config import ModelArguments
-from longctx.report.evaluate import draw as draw_evaluations
-from longctx.run.loading import load_config
+from longctx.train.lora.merge import merge
+from longctx.train.options.config import ModelArguments
+from longctx.train.report.evaluate import draw as draw_evaluations
+from longctx.train.start.loading import load_config
 from profiling.bench.runner import ROOT, Row, train_lines
 
 Args = argparse.Namespace
@@ -33,7 +33,7 @@ FP32 = "--dtype float32 --bf16 false --tf32 false".split()
 ONE_BATCH = "--per_device_train_batch_size 2 --gradient_accumulation_steps 1".split()
 FP32_LOGITS = """
 import sys, torch
-from longctx.commands import train
+from longctx.train.commands import train
 load_model = train.load_model
 def load_with_fp32_logits(*args, **kwargs):
     model = load_model(*args, **kwargs)
@@ -43,7 +43,7 @@ def load_with_fp32_logits(*args, **kwargs):
 train.load_model = load_with_fp32_logits
 train.main(sys.argv[1:])
 """
-EVALUATE = [sys.executable, "-c", "from longctx.cli import main; main()", "eval"]
+EVALUATE = [sys.executable, "-c", "from longctx.train.cli import main; main()", "eval"]
 
 
 def evaluate(

@@ -234,7 +234,7 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
     import torch
 
     from longctx.memory.machine import available_host_bytes
-    from longctx.run.states import limit_gpu
+    from longctx.loop.states import limit_gpu
     from profiling.build import PhaseMarks, build_trainer
 
     if case["engine"] != "plain" and case["gpu_gib"]:
@@ -326,7 +326,7 @@ class Stopwatch:
         import torch
 
         from longctx.memory.machine import held_host_bytes
-        from longctx.run.metrics import peak_memory
+        from longctx.loop.metrics import peak_memory
 
         gib = {"host_gib": held_host_bytes() / GIB}
         if self.on_gpu:
@@ -351,8 +351,8 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
 
     from longctx.cost.flops import mfu, step_flops
     from longctx.memory.machine import cgroup_limit_bytes
-    from longctx.model.runtime import patched_part
-    from longctx.run.metrics import attended, device_peak_flops
+    from longctx.runtime.runtime import patched_part
+    from longctx.loop.metrics import attended, device_peak_flops
     from profiling.build import RandomRows
 
     times = ("fwd_s", "bwd_s", "opt_s", "step_s")

@@ -55,7 +55,7 @@ def train_flags(case: Case) -> list[str]:
 def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
     """The logged lines of train.py in this process, with the peer's settings given to the model
     that it loads, and a row that says so where memory ran out."""
-    from longctx.commands import train
+    from longctx.train.commands import train
 
     load_model = train.load_model
 

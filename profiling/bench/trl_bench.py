@@ -242,9 +242,9 @@ class StepClock(TrainerCallback):
 
 def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
     """One row of the results, from this process."""
-    from longctx.model.runtime import patched_part
-    from longctx.options.config import ModelArguments
-    from longctx.run.loading import load_config
+    from longctx.runtime.runtime import patched_part
+    from longctx.train.options.config import ModelArguments
+    from longctx.train.start.loading import load_config
     from profiling.build import VOCABULARY
 
     args = ModelArguments(preset=case["preset"], seq_len=case["tokens"], extend_context=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from longctx.errors import UserError
 from longctx.kernels.adamw import split_master
-from longctx.report.page import pyplot
+from longctx.train.report.page import pyplot
 from profiling.bench.convergence import distance
 from profiling.bench.runner import Row
 from profiling.bench.smollm2_steps import FP32, Args, Study, train

@@ -22,7 +22,7 @@ from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV
 from longctx.errors import UserError
 from longctx.kernels.compiling import Notice, announce_compiling
-from longctx.safety.packages import pip_install
+from longctx.packages import pip_install
 
 GPU = torch.device("cuda")
 INTERFACE = """

@@ -18,7 +18,7 @@ from longctx.attention.prefixes import Prefixed
 from longctx.attention.protocol import QKV, Attention
 from longctx.cost.flops import squared_length
 from longctx.errors import UserError
-from longctx.run.metrics import attended
+from longctx.loop.metrics import attended
 
 Tree = tuple[int, list[int]]
 """The tokens of a prompt and of its answers."""

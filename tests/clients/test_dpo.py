@@ -13,8 +13,8 @@ from both import arguments, assert_same_run, make_model, sentence, trained
 from small_tokenizer import small_tokenizer
 
 import longctx
-from longctx.model import shared_prefixes
-from longctx.model.runtime import runtime_of
+from longctx.calls import shared_prefixes
+from longctx.runtime.runtime import runtime_of
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -97,7 +97,7 @@ def test_a_prompt_is_computed_once(scheduled, capsys, tmp_path, monkeypatch) -> 
             computed[False] = computed.get(False, 0) + len(sharing.source)
         return sharing
 
-    monkeypatch.setattr("longctx.model.forwards.scheduled.found_prefixes", count)
+    monkeypatch.setattr("longctx.forwards.scheduled.found_prefixes", count)
 
     def make(model: Any) -> Any:
         return make_trainer(model, tmp_path, copy.deepcopy(model))

@@ -23,7 +23,7 @@ from transformers import DataCollatorForLanguageModeling, EvalPrediction, Traine
 
 import longctx
 from longctx.head import logits
-from longctx.model import shared_prefixes
+from longctx.calls import shared_prefixes
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

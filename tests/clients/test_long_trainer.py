@@ -19,7 +19,7 @@ from transformers import (
 
 import longctx
 from longctx.errors import UserError
-from longctx.output.verify import verify
+from longctx.train.output.verify import verify
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

@@ -14,7 +14,7 @@ from test_hf_trainer import make_trainer
 from transformers import AutoModelForSequenceClassification
 
 import longctx
-from longctx.model import shared_prefixes
+from longctx.calls import shared_prefixes
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

@@ -13,7 +13,7 @@ from test_torch_loop import batch
 from transformers import Trainer, TrainingArguments
 
 import longctx
-from longctx.model.runtime import runtime_of
+from longctx.runtime.runtime import runtime_of
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

@@ -15,8 +15,8 @@ from small_tokenizer import small_tokenizer
 from transformers import AutoModelForSequenceClassification
 
 import longctx
-from longctx.model import shared_prefixes
-from longctx.model.runtime import runtime_of
+from longctx.calls import shared_prefixes
+from longctx.runtime.runtime import runtime_of
 
 trl = pytest.importorskip("trl")
 pytestmark = [
@@ -40,7 +40,7 @@ def saved(monkeypatch) -> list[float]:
         return sharing
 
     monkeypatch.setattr(shared_prefixes, "LEAST_TOKENS", 2)
-    monkeypatch.setattr("longctx.model.forwards.scheduled.found_prefixes", note)
+    monkeypatch.setattr("longctx.forwards.scheduled.found_prefixes", note)
     return shares
 
 

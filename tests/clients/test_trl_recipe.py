@@ -12,7 +12,7 @@ from both import LAYERS, make_model, sentence
 from small_tokenizer import small_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
-from longctx.model import shared_prefixes
+from longctx.calls import shared_prefixes
 from profiling import pictures_to_read
 
 pytest.importorskip("trl")

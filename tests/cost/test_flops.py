@@ -8,7 +8,7 @@ from cost_sizes import LLAMA_8B, LLAMA_LAYER, MATRICES
 from longctx.cost.flops import matmul_parameters, mfu, squared_length, step_flops
 from longctx.cost.sizes import Batch
 from longctx.cost.table import load
-from longctx.model.costs import StepTable
+from longctx.runtime.costs import StepTable
 
 
 @pytest.mark.parametrize("document", [131072, 8192])

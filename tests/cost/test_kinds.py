@@ -23,7 +23,7 @@ from longctx.layer.parts.mlp import MLP
 from longctx.memory.ladder import Budget, Chosen, Step, choose, predicted
 from longctx.memory.levels import pending_levels
 from longctx.memory.place import BlockSizes, Place, PlacedStates
-from longctx.model.costs import StepTable
+from longctx.runtime.costs import StepTable
 
 T = 131072
 ROW = Batch(T, T)

@@ -19,12 +19,12 @@ from longctx.cost.peak import Phase, phases
 from longctx.cost.sizes import Batch
 from longctx.memory.ladder import Budget
 from longctx.memory.place import PlacedStates
-from longctx.model.blocks import state_blocks
-from longctx.model.costs import StepTable
-from longctx.model.patch import patch_as
-from longctx.model.runtime import model_sizes
-from longctx.options.model import PatchOptions
-from longctx.plan.decide import Decision, decide
+from longctx.families.blocks import state_blocks
+from longctx.runtime.costs import StepTable
+from longctx.patching.patch import patch_as
+from longctx.runtime.runtime import model_sizes
+from longctx.train.options.model import PatchOptions
+from longctx.memory.decide import Decision, decide
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

@@ -22,7 +22,7 @@ from longctx.layer.parts.mlp import MLP
 from longctx.memory.candidates import candidates, sets
 from longctx.memory.ladder import Budget, Step, choose
 from longctx.memory.levels import pending_levels
-from longctx.model.costs import StepTable
+from longctx.runtime.costs import StepTable
 
 T = 131072
 TABLE = StepTable.of(LLAMA_8B, Batch(T, T))

@@ -19,11 +19,11 @@ import pytest
 from figures import MARK
 from paths import ROOT
 
-import longctx.report.plan as plan_command
-from longctx.cli import COMMANDS
+import longctx.train.report.plan as plan_command
+from longctx.train.cli import COMMANDS
 from longctx.errors import UserError
-from longctx.options.config import parse_flags
-from longctx.program import Parser
+from longctx.train.options.config import parse_flags
+from longctx.train.program import Parser
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
@@ -214,7 +214,7 @@ def parsing_alone(monkeypatch):
 
     monkeypatch.setattr(Parser, "parse_args", parse_args)
     real = argparse.ArgumentParser.parse_args
-    monkeypatch.setattr("longctx.options.config._Parser.parse_args", real)
+    monkeypatch.setattr("longctx.train.options.config._Parser.parse_args", real)
     monkeypatch.chdir(ROOT)
 
 

@@ -10,7 +10,7 @@ from cost_sizes import LLAMA_8B, SETS
 from paths import ROOT
 
 from longctx.cost.sizes import Batch
-from longctx.model.costs import StepTable
+from longctx.runtime.costs import StepTable
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from paths import PYTHONPATH, ROOT
 
-from longctx import cli
+from longctx.train import cli
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

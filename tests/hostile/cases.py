@@ -111,7 +111,7 @@ class Case:
 
     @property
     def of_options(self) -> bool:
-        """Refused for its options: tests/options/test_config.py takes all of these without a
+        """Refused for its options: tests/train/options/test_config.py takes all of these without a
         run."""
         refused = self.expected.one_line and not self.circumstances
         return self.table in ("flags", "recipes") and refused

@@ -335,7 +335,7 @@ def forged(**content: Any) -> Change:
     """Other parts of a checkpoint's manifest, whose own checksum is right."""
 
     def forge(checkpoint: Path) -> None:
-        from longctx.output.manifest import _digest
+        from longctx.train.output.manifest import _digest
 
         path = checkpoint / "manifest.json"
         said = json.loads(path.read_text()) | content
@@ -349,7 +349,7 @@ def remade(change: Change) -> Change:
     """Changes a checkpoint and writes a manifest that agrees with it."""
 
     def remake(checkpoint: Path) -> None:
-        from longctx.output.manifest import read_manifest, write_manifest
+        from longctx.train.output.manifest import read_manifest, write_manifest
 
         run = (read_manifest(checkpoint) or {}).get("run")
         change(checkpoint)

@@ -13,8 +13,8 @@ from typing import Any
 
 from hostile.cases import Case
 from longctx.errors import MOST_CHARACTERS
-from longctx.output import FINAL, METRICS, RECORD, STAGING, checkpoint_step
-from longctx.output.manifest import Damaged, check_files
+from longctx.train.output import FINAL, METRICS, RECORD, STAGING, checkpoint_step
+from longctx.train.output.manifest import Damaged, check_files
 
 ERROR = "error: "
 ERROR_CHARS = len(ERROR) + MOST_CHARACTERS

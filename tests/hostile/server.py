@@ -41,7 +41,7 @@ from hostile.cases import Case
 from hostile.files import with_words
 from hostile.judge import judge, snapshot
 from hostile.tables import CASES
-from longctx import cli
+from longctx.train import cli
 
 LIMIT_S = 90
 """A run takes a second; one that is still there then hangs, however loaded the machine is."""

@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def sample() -> list[Case]:
     """Every SAMPLED-th case of each table that a warm process can run, but for those of which
-    tests/options/test_config.py takes all."""
+    tests/train/options/test_config.py takes all."""
     seen: Counter[str] = Counter()
     chosen = []
     for case in CASES:

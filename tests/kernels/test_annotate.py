@@ -8,8 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from longctx.kernels.annotate import annotate, annotated, each
-from longctx.model.patch import patch_as
-from longctx.options.model import PatchOptions
+from longctx.patching.patch import patch_as
+from longctx.train.options.model import PatchOptions
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

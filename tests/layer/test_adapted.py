@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from exactness import DEVICE, assert_exact
 from longctx.layer.adapted import adapted_linear
 from longctx.layer.linear import dense
-from longctx.model.adapters import keep_layout_
-from longctx.model.mixer_kernels import our_adapters, ours_in
+from longctx.families.adapters import keep_layout_
+from longctx.mixers.mixer_kernels import our_adapters, ours_in
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

@@ -30,8 +30,8 @@ from longctx.layer.passes import Schedule, Traits
 from longctx.layer.schedule import scheduled_layer
 from longctx.layer.segments import kept_states, segments
 from longctx.memory.store import ActivationStore
-from longctx.model.families import layers_of
-from longctx.model.mixers import IN_TORCH, WITH_KERNELS, Carried, ModelsMixer, graph_of
+from longctx.families.families import layers_of
+from longctx.mixers.mixers import IN_TORCH, WITH_KERNELS, Carried, ModelsMixer, graph_of
 
 pytestmark = [pytest.mark.usefixtures("reference_kernels"), IN_TORCH_ALONE]
 D, EPS = 32, 1e-6

@@ -221,7 +221,7 @@ def test_the_room_says_where_the_next_thing_goes() -> None:
     answers = re.findall(r"^    (\S.*?)  +(.*)$", table, re.MULTILINE)
     assert len(answers) == 6
     homes = [*(ROOT / "longctx/layer").rglob("*.py"), *(ROOT / "longctx/model").glob("famil*.py")]
-    homes += [ROOT / "longctx/model/adapters.py", *(ROOT / "longctx/cost").glob("*.py")]
+    homes += [ROOT / "longctx/families/adapters.py", *(ROOT / "longctx/cost").glob("*.py")]
     code = "\n".join(path.read_text() for path in homes)
     for _, answer in answers:
         for name in re.findall(r"`([A-Za-z_.]+)`", answer):

@@ -39,10 +39,10 @@ from exactness import assert_exact, relative_error
 from longctx.errors import UserError
 from longctx.layer.parts.attention import SelfAttention
 from longctx.layer.parts.mlp import MLP
-from longctx.model.patch import patch_as
-from longctx.options.config import ModelArguments
-from longctx.options.model import PatchOptions
-from longctx.run.loading import load_config
+from longctx.patching.patch import patch_as
+from longctx.train.options.config import ModelArguments
+from longctx.train.options.model import PatchOptions
+from longctx.train.start.loading import load_config
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -237,7 +237,7 @@ def test_autocast_over_fp32_weights(keep, lengths, capsys) -> None:
 
 
 def test_no_bit_depends_on_what_is_kept_in_autocast() -> None:
-    """tests/model/test_autocast_families.py has the third turn."""
+    """tests/families/test_autocast_families.py has the third turn."""
     _, _, ours = trio(torch.float32, LADDER)
     inputs, model = batch(SHORT), Autocast(ours)
     model(**inputs)

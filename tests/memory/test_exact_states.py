@@ -23,7 +23,7 @@ from cost_sizes import SETS
 from small_states import TOKENS, Placed, anywhere, batch, everything_on_gpu, hosted, llama, place
 from torch import Tensor
 
-from longctx.lora.quantise import quantise_
+from longctx.train.lora.quantise import quantise_
 from longctx.memory import guard as guarding
 from longctx.memory import store as storing
 from longctx.memory import stream as streaming

@@ -34,10 +34,10 @@ from longctx.memory.ladder import (
 )
 from longctx.memory.levels import ORDERS, Levels, pending_levels
 from longctx.memory.place import BlockSizes, PlacedStates
-from longctx.model.costs import StepTable
-from longctx.options.config import ModelArguments
-from longctx.plan.predict import Run, Subject, plan
-from longctx.run.loading import load_config
+from longctx.runtime.costs import StepTable
+from longctx.train.options.config import ModelArguments
+from longctx.train.plan.predict import Run, Subject, plan
+from longctx.train.start.loading import load_config
 
 T = 131072
 ATTENTION = AttentionRates(665e12, 610e12)

@@ -23,10 +23,10 @@ from longctx.memory.place import (
     ring_bytes,
     window_bytes,
 )
-from longctx.model.patch import patch_as
-from longctx.options.config import ModelArguments
-from longctx.options.model import PatchOptions
-from longctx.run.loading import load_config
+from longctx.patching.patch import patch_as
+from longctx.train.options.config import ModelArguments
+from longctx.train.options.model import PatchOptions
+from longctx.train.start.loading import load_config
 
 UNIT = 2**28
 RING_BYTES = 3 * UNIT

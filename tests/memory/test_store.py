@@ -20,10 +20,10 @@ from longctx.cost.kept import Keep
 from longctx.errors import UserError
 from longctx.memory.slab import PinnedSlab
 from longctx.memory.store import ActivationStore
-from longctx.model.patch import patch_as, unpatch
-from longctx.options.config import ModelArguments
-from longctx.options.model import PatchOptions
-from longctx.run.loading import load_config
+from longctx.patching.patch import patch_as, unpatch
+from longctx.train.options.config import ModelArguments
+from longctx.train.options.model import PatchOptions
+from longctx.train.start.loading import load_config
 from profiling.bench.slab_bench import fork
 
 CPU = torch.device("cpu")

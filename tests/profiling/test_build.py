@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longctx.model.runtime import runtime_of
+from longctx.runtime.runtime import runtime_of
 from profiling.build import VOCABULARY, build_model, build_trainer
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")

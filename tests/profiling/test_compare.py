@@ -12,7 +12,7 @@ import pytest
 import torch
 from browser import open_page
 
-from longctx.safety.system import installed
+from longctx.system import installed
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_a_name_with_dots_is_kept(compare) -> None:
 
 
 def test_a_step_out_of_memory_is_a_row(compare, monkeypatch) -> None:
-    from longctx.run.trainer import LongTrainer
+    from longctx.train.trainer.trainer import LongTrainer
     from profiling.bench import step_bench
 
     def train(self: LongTrainer) -> None:

@@ -11,7 +11,7 @@ import pytest
 from browser import open_page
 
 from longctx.errors import UserError
-from longctx.options.config import parse_flags
+from longctx.train.options.config import parse_flags
 
 STEPS = 20
 

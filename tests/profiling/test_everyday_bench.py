@@ -306,7 +306,7 @@ def test_tiles_of_unsloth_keep_their_inputs() -> None:
 
 def test_mfu_counts_what_a_step_computes(monkeypatch) -> None:
     """6 N T and attention's 6 H d T^2 a layer, of a card of 1 TFLOP/s."""
-    monkeypatch.setattr("longctx.run.metrics.device_peak_flops", lambda device: 1e12)
+    monkeypatch.setattr("longctx.loop.metrics.device_peak_flops", lambda device: 1e12)
     model = PEERS["compile"].load(TINY, Setting(checkpointing="none"), Path())
     numel = sum(p.numel() for p in model.parameters())
     flops = 2 * (6 * numel * 48 + 6 * 2 * 128 * 48**2)

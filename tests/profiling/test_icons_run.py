@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from longctx.options.config import parse_flags
-from longctx.output import METRICS
+from longctx.train.options.config import parse_flags
+from longctx.train.output import METRICS
 
 pytest.importorskip("matplotlib")
 Image = pytest.importorskip("PIL.Image")

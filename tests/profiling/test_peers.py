@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from longctx.attention.documents import Documents
-from longctx.commands import train
+from longctx.train.commands import train
 from profiling.bench import layer_bench, peers, step_bench, train_bench
 from profiling.bench.runner import case_text, parse_case
 

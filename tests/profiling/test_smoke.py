@@ -10,7 +10,7 @@ from time import sleep
 
 import pytest
 
-from longctx.options.config import parse_flags
+from longctx.train.options.config import parse_flags
 
 
 @pytest.fixture

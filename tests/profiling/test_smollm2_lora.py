@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from small_run import prepare
 
-from longctx import cli
-from longctx.commands import train
+from longctx.train import cli
+from longctx.train.commands import train
 
 pytest.importorskip("peft")
 SEQ_LEN = 1024

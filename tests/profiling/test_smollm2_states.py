@@ -15,7 +15,7 @@ from matplotlib import image
 from small_run import prepare
 from transformers import LlamaForCausalLM
 
-from longctx.commands import train
+from longctx.train.commands import train
 from longctx.errors import UserError
 from profiling.bench import smollm2, weights_moved
 

@@ -392,7 +392,7 @@ COMMANDS = {
     "eval: results cut short": (
         given(EVAL + " --output FOLDER/e.json"),
         fails("cannot write .*e.json: File too large"),
-        at(before("longctx.report.evaluate.write_results"), limit(2000)),
+        at(before("longctx.train.report.evaluate.write_results"), limit(2000)),
     ),
     "eval: results in a pipe": (
         lambda f: os.mkfifo(f / "p") or given(f"{EVAL} --output FOLDER/p")(f),

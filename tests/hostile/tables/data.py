@@ -498,7 +498,7 @@ FILES = {
     "a file that fails while it is read": (
         file("a.txt", ASCII),
         fails("cannot read .*Input/output error"),
-        at(before("longctx.data.reading.sources._read_text"), refuse(IO_ERROR)),
+        at(before("longctx.train.data.reading.sources._read_text"), refuse(IO_ERROR)),
     ),
 }
 

@@ -37,7 +37,7 @@ SHAPES = {
 """Of the shared model's maps: what comes out and what goes in."""
 RANK = 4
 HANGS = "(([a-z_.0-9]+)+)+!"
-SOON = setting("longctx.lora.foreign.REHEARSE_S", 2.0)
+SOON = setting("longctx.train.lora.foreign.REHEARSE_S", 2.0)
 MERGED = prints("merged: the merged model")
 
 
@@ -297,13 +297,13 @@ MERGES = {
     "files that grow too large": (
         merge(),
         fails("merged could not be written: File too large"),
-        at(before("longctx.lora.merge.require_space"), limit(20_000)),
+        at(before("longctx.train.lora.merge.require_space"), limit(20_000)),
     ),
     **{
         f"{name} in the middle": (
             merge(),
             ends(status, ""),
-            at(before("longctx.lora.merge.publish"), send(name)),
+            at(before("longctx.train.lora.merge.publish"), send(name)),
         )
         for name, status in (("TERM", 143), ("INT", 130), ("HUP", 129))
     },

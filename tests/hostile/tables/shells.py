@@ -11,7 +11,7 @@ CAFE = "caf\N{LATIN SMALL LETTER E WITH ACUTE} "
 SIX = given("--max_steps 6")
 AT_IMPORT = (
     "import os, runpy, signal, sys; "
-    "sys.addaudithook(lambda e, a: e == 'import' and a[0] == 'longctx.run.trainer' "
+    "sys.addaudithook(lambda e, a: e == 'import' and a[0] == 'longctx.train.trainer.trainer' "
     "and os.kill(os.getpid(), signal.SIG{})); "
     ""
     "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"

@@ -24,19 +24,19 @@ EVALUATED = both(FRESH, given("--eval_file BASE/data --eval_strategy steps --eva
 LONG = given("--max_steps 6 --save_total_limit 5")
 
 BEFORE_TRAINING = {
-    "reading the options": before("longctx.run.options.parse_flags"),
+    "reading the options": before("longctx.train.start.options.parse_flags"),
     "loading the tokenizer": before("transformers.AutoTokenizer.from_pretrained"),
     "loading the config": before("transformers.AutoConfig.from_pretrained"),
     "opening the output folder": file_event("mkdir", "*/run"),
     "reading the data": file_event("open", "*/documents-*"),
     "tokenising": file_event("open", "*/tokens-*"),
-    "tokenising a batch": before("longctx.data.text.tokens.encode"),
+    "tokenising a batch": before("longctx.train.data.text.tokens.encode"),
     "packing": file_event("open", "*/rows-*.arrow*"),
-    "packing a row": before("longctx.data.pack.packing.build_row"),
+    "packing a row": before("longctx.train.data.pack.packing.build_row"),
     "writing a checksum": file_event("open", "*.xxh3-*"),
     "renaming a file of the cache": file_event("rename", "*/fresh/*"),
     "loading the weights": before("transformers.AutoModelForCausalLM.from_pretrained"),
-    "patching the model": before("longctx.run.loading.patch_as"),
+    "patching the model": before("longctx.train.start.loading.patch_as"),
     "making the trainer": before("transformers.Trainer.__init__"),
 }
 
@@ -66,7 +66,7 @@ AT_THE_END = {
 }
 
 IN_EVALUATION = {
-    "beginning to evaluate": before("longctx.run.trainer.LongTrainer.evaluate"),
+    "beginning to evaluate": before("longctx.train.trainer.trainer.LongTrainer.evaluate"),
     "in an evaluation": on("on_prediction_step"),
     "after an evaluation": on("on_evaluate"),
 }
@@ -155,7 +155,7 @@ SIGNALS = {
     "TERM while resuming": (
         earlier(words="--max_steps 8 --resume_from_checkpoint last"),
         ends(143).leaving("checkpoint-4", "checkpoint-5", "final"),
-        at(before("longctx.run.trainer.LongTrainer._load_from_checkpoint"), send("TERM")),
+        at(before("longctx.train.trainer.trainer.LongTrainer._load_from_checkpoint"), send("TERM")),
     ),
     "TERM before an earlier run is overwritten": (
         earlier(words="--overwrite_output_dir"),
@@ -185,22 +185,22 @@ SIGNALS = {
     "INT while an example is shown": (
         both(FRESH, given("--show_example")),
         ends(130),
-        at(before("longctx.data.pack.packing.build_row"), send("INT")),
+        at(before("longctx.train.data.pack.packing.build_row"), send("INT")),
     ),
     "INT in a report": (
         given("longctx report BASE/run --output FOLDER/page.html"),
         ends(130),
-        at(before("longctx.report.runs.read_metrics"), send("INT")),
+        at(before("longctx.train.report.runs.read_metrics"), send("INT")),
     ),
     "INT in an evaluation of longctx eval": (
         given(EVAL + " --output FOLDER/e.json"),
         ends(130),
-        at(before("longctx.report.evaluate.token_losses"), send("INT")),
+        at(before("longctx.train.report.evaluate.token_losses"), send("INT")),
     ),
     "INT in longctx cache": (
         given("longctx cache --cache_dir FOLDER/cache"),
         ends(130),
-        at(before("longctx.data.pack.prune.table"), send("INT")),
+        at(before("longctx.train.data.pack.prune.table"), send("INT")),
     ),
 }
 

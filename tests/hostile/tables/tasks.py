@@ -191,7 +191,7 @@ def after(name: str, words: str = "", change: Change = lambda folder: None, then
     the words `then`."""
 
     def make(folder: Path) -> list[str]:
-        from longctx.commands import train
+        from longctx.train.commands import train
 
         task(name)(folder)
         at = str(base(folder))
@@ -820,7 +820,7 @@ def broken_nothing(folder: Path) -> None:
 
 
 IN_THE_PASS = file_event("open", "*/fresh/reference-*")
-SCORING = before("longctx.tasks.reference.ReferencePass._scored")
+SCORING = before("longctx.train.tasks.reference.ReferencePass._scored")
 CACHE = {
     **{
         f"a reference of which {what}": (
@@ -943,7 +943,7 @@ CACHE = {
             ("dpo", "while a reference computes", SCORING),
             ("dpo", "while pairs are tokenised", file_event("open", "*/fresh/tokens-*")),
             ("kto", "while ratings are packed", file_event("open", "*/fresh/rows-*")),
-            ("distill", "while a teacher is loaded", before("longctx.run.teacher.load_model")),
+            ("distill", "while a teacher is loaded", before("longctx.train.start.teacher.load_model")),
         )
     },
     "TERM in step 2 of dpo": (

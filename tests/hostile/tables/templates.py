@@ -6,8 +6,8 @@ from hostile.cases import fails, setting, table, works
 from hostile.files import CHAT, template
 
 LESS = (
-    setting("longctx.data.chat.rendering.RENDER_S", 3.0),
-    setting("longctx.data.chat.rendering.RENDER_BYTES", 2**29),
+    setting("longctx.train.data.chat.rendering.RENDER_S", 3.0),
+    setting("longctx.train.data.chat.rendering.RENDER_BYTES", 2**29),
 )
 REFUSED = r"chat\.jsonl:1: the chat template refuses this conversation"
 LOOP = "{% for m in messages %}"

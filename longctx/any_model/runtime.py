@@ -1,0 +1,165 @@
+"""The options, the store of inputs and the loss of a model that was patched as any model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longctx.cost.dims import Measured
+from longctx.cost.kept import describe, uniform
+from longctx.cost.sizes import Batch, Sizes
+from longctx.errors import UserError, print_rank0
+from longctx.memory.ladder import Budget, Step, choose, host_bytes
+from longctx.memory.levels import pending_levels
+from longctx.memory.pending import Pending, pending_bytes
+from longctx.memory.place import usable_bytes
+from longctx.memory.rates import gpu_rates
+from longctx.memory.store import ActivationStore, free_gpu_bytes
+from longctx.runtime.costs import StepTable
+from longctx.runtime.peers import as_measured, peer_backend, peer_sizes, trains_weights
+from longctx.runtime.runtime import NO_RATES
+from longctx.train.options.model import PatchOptions
+from longctx.train.options.task import TaskName, scored_tokens
+
+NAME = "longctx_any"
+"""The attribute of the patched model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossFactors:
+    """How a model's logits become its loss, as it was found by comparing the two."""
+
+    scaling: float = 1.0
+    """Divides logits."""
+    cap: float | None = None
+    """Bounds them, after that, by cap * tanh(logits / cap)."""
+
+
+@dataclass(kw_only=True)
+class AnyRuntime:
+    """No module and no buffer, so that nothing of it reaches the state dict."""
+
+    args: PatchOptions
+    store: ActivationStore
+    loss: LossFactors | None
+    """None: the model computes its own loss, over all logits."""
+    passes: int = 1
+    """Batches of a step."""
+    task: TaskName = "sft"
+    pending_bytes: Callable[[Any], Pending] = field(default_factory=lambda: _pending)
+    """Tells what else the first step will claim on the GPU; an engine knows better."""
+    reserved_tokens: int = 0
+    """Tokens of the longest batch that the store has room for."""
+    checkpointing: bool = True
+    """Whether layers are asked to run as checkpoints; trainers may switch it off."""
+    checkpoints: int = 0
+    """Layers that ran as checkpoints in the forward that runs."""
+    link_bytes: float | None = None
+    """The rate of the link to the host, if processes have measured it together."""
+    layers: Callable[[torch.dtype, torch.device, bool], tuple[Measured, ...] | str] | None = None
+    """Measures what each layer takes (measured.py); None: they are counted as Llama's."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and saved with the model; memory and streams are made anew."""
+        return _remake, (self.args, self.store.device.type, self.loss, self.layers)
+
+    def begin(self, model: Any, x: Tensor | None) -> None:
+        """Makes room for the inputs of a batch's layers, in training. `x` are the batch's tokens,
+        or their embeddings."""
+        if x is None or not (model.training and torch.is_grad_enabled()):
+            return
+        device = next(model.parameters()).device
+        if device.type != self.store.device.type:
+            self.store = ActivationStore(device, self.args.host_memory_gib)
+            self.reserved_tokens = 0
+        tokens = x.shape[0] * x.shape[1]
+        if tokens > self.reserved_tokens:
+            self.reserve(model, tokens)
+
+    def check_checkpoints(self, model: Any) -> None:
+        """Ends a forward. Raises UserError if no layer ran as a checkpoint though all were asked
+        to: code of a stranger may call the layers' forward past transformers' checkpointing."""
+        count, self.checkpoints = self.checkpoints, 0
+        asked = self.checkpointing and model.training and torch.is_grad_enabled()
+        if asked and not count:
+            raise UserError(
+                f"{type(model).__name__} runs its layers past transformers' checkpointing, so that "
+                "all of their activations would be held: it trains with --class_type vanilla "
+                "--gradient_checkpointing false alone"
+            )
+
+    def reserve(self, model: Any, tokens: int, host_room: int | None = None) -> None:
+        """Decides where the inputs of layers wait, for batches of up to `tokens` tokens, and makes
+        room for them. `host_room`: bytes that it may take of the host (default: its share of what
+        is free)."""
+        self.reserved_tokens = tokens
+        step, pending = self.step(model, tokens), self.pending_bytes(model)
+        on_gpu = self.store.device.type == "cuda"
+        free_bytes = usable_bytes(free_gpu_bytes(self.store.device)) if on_gpu else 0
+        room = self.store.host_bytes() if host_room is None else host_room
+        levels = pending_levels(step.sizes.layers, *pending, accumulates=self.passes > 1)
+        chosen = choose(step, [levels], Budget(free_bytes, room))
+        self.store.reserve(chosen.ladder, host_bytes(step, chosen), room)
+
+    def step(self, model: Any, tokens: int) -> Step:
+        """The step for which it is decided where the inputs of layers wait."""
+        device, dtype = self.store.device, model.dtype
+        chunks = self.loss is not None
+        sizes = peer_sizes(model, "any", dtype.itemsize, chunks_loss=chunks)
+        batch = Batch(tokens, tokens, self.passes, scored_tokens(self.task, tokens))
+        offload, given, rates = self.args.offload_activations, None, NO_RATES
+        if device.type == "cuda":
+            how = dtype, peer_backend(model), tokens, *sizes.scores
+            rates = gpu_rates(device, *how, link_bytes=self.link_bytes)
+            sizes = self._measured(sizes, dtype)
+        else:
+            cut = next(iter(sizes.cuts(tokens)))
+            given = uniform(StepTable.of(cut, batch).layers, "x", offload), cut
+        return Step(
+            count=StepTable.of,
+            sizes=sizes,
+            batch=batch,
+            rates=rates,
+            keep="x",
+            offload=offload,
+            given=given,
+        )
+
+    def _measured(self, sizes: Sizes, dtype: torch.dtype) -> Sizes:
+        """Returns the sizes with what layers were measured to take. A line says if they cannot
+        be."""
+        if self.layers is None:
+            return sizes
+        found = self.layers(dtype, self.store.device, trains_weights(sizes))
+        if not isinstance(found, str):
+            return as_measured(sizes, found)
+        print_rank0(f"any: layers' memory is taken for that of Llama's of their width: {found}")
+        return sizes
+
+    def describe(self) -> str:
+        """Returns a line: where the inputs of layers wait for backward."""
+        return describe(self.store.ladder, on_gpu=self.store.device.type == "cuda")
+
+
+def any_runtime_of(model: Any) -> AnyRuntime | None:
+    """Returns what `patch(any_model=True)` put on this model, None on another."""
+    return vars(model).get(NAME)
+
+
+def any_part(model: nn.Module) -> Any | None:
+    """Returns the model that was patched so, itself or inside what adapters or engines wrapped
+    around it."""
+    return next((part for part in model.modules() if any_runtime_of(part)), None)
+
+
+def _pending(model: Any) -> Pending:
+    return pending_bytes(model.parameters())
+
+
+def _remake(args: PatchOptions, device: str, loss: LossFactors | None, layers: Any) -> AnyRuntime:
+    store = ActivationStore(torch.device(device), args.host_memory_gib)
+    return AnyRuntime(args=args, store=store, loss=loss, layers=layers)

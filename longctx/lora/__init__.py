@@ -1,4 +1,0 @@
-"""LoRA in train.py: PEFT makes and saves the adapters, the schedule runs them (model/adapters.py).
-
-A run's checkpoints and final/ are PEFT adapters: `PeftModel.from_pretrained(model, final)`.
-"""

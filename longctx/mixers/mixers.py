@@ -1,0 +1,200 @@
+"""Runs a model's mixers, as Gated DeltaNet or Mamba 2, for the schedule (layer/parts/mixer.py).
+
+transformers' mixers read the state behind earlier tokens from a cache, and write theirs to it:
+`Carried` stands in for that cache for one call of one module. Its tensors are those of the graph,
+so that gradients reach earlier segments, and nothing is written in place. It has the methods that
+transformers 5.17 to 5.23 ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from longctx.kernels.state_space import WIDEST
+from longctx.layer.parts.mixer import State
+from longctx.families.families import layers_of
+from longctx.families.family import Family, part_of
+from longctx.mixers.mixer_kernels import (
+    OurConvolution,
+    our_adapters,
+    our_gated_norm,
+    our_recurrence,
+    ours_in,
+)
+from longctx.packages import pip_install
+from longctx.system import installed
+
+
+@dataclass(frozen=True, eq=False)
+class ModelsMixer:
+    """A module of a model as `Mixes` in layer/parts/mixer.py. It runs with all of its submodules
+    and their hooks, adapters among them."""
+
+    module: nn.Module
+    cache: str
+    """The name under which its forward takes transformers' cache."""
+    norm: str = ""
+    """The path of its gated norm, if it has one that ours computes."""
+    gate_first: bool = False
+    """Whether the gated norm is of the product with the gate, not of the input."""
+
+    @cached_property
+    def _adapted(self) -> list[nn.Module]:
+        """The linear layers in it whose adapters ours runs: in all segments of a pass the same."""
+        return ours_in(self.module)
+
+    @property
+    def drops(self) -> bool:
+        return self.module.training and any(
+            type(module) is nn.Dropout and module.p > 0 for module in self.module.modules()
+        )
+
+    def __call__(
+        self,
+        n: Tensor,  # (rows, t, D)
+        begin: State,
+        parameters: Mapping[str, Tensor],
+    ) -> tuple[Tensor, State]:
+        carried = Carried(begin)
+        how = {"hidden_states": n, self.cache: carried}
+        norm = self.module.get_submodule(self.norm) if self.norm else None
+        convolution, kernels = OurConvolution(begins=bool(begin)), our_recurrence(self.module)
+        gated = our_gated_norm(norm, gate_first=self.gate_first)
+        with convolution, kernels, gated, our_adapters(self._adapted):
+            z: Tensor = functional_call(self.module, dict(parameters), (), how)
+        # Falcon-H1's norm takes a dimension away where rows have one token.
+        return z.view(n.shape), carried.end
+
+
+class Carried:
+    """The state of one mixer before a call, and behind its last token: the last inputs of its
+    convolution (rows, C, K - 1) and, if it has a recurrence, that one's state."""
+
+    record_past = True
+    """Keeps the convolution from the path of a generated token, which writes its state in place."""
+
+    def __init__(self, begin: State) -> None:
+        self._begin = begin
+        self._convolved: list[Tensor] = []
+        self._recurrent: list[Tensor] = []
+
+    @property
+    def end(self) -> State:
+        return (*self._convolved, *self._recurrent)
+
+    def update_conv_state(
+        self, x: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int, **_: Any
+    ) -> Tensor:  # (rows, C, t) -> (rows, C, K - 1 + t), or (rows, C, t) at the beginning
+        """Returns what the convolution is to read, and takes its last K - 1 inputs."""
+        reach, rows = conv_kernel_size - 1, x.mT
+        if self._begin:
+            rows = torch.cat([self._begin[0].to(x.dtype).mT, rows], dim=1)
+            x = rows.mT
+        last = rows[:, max(0, rows.shape[1] - reach) :]
+        # A copy: a view would hold all of a segment's inputs until the row is over.
+        last = nn.functional.pad(last, (0, 0, reach - last.shape[1], 0)).clone()
+        self._convolved.append(last.mT)
+        return x
+
+    def update_recurrent_state(self, state: Tensor, layer_idx: int, **_: Any) -> Tensor:
+        self._recurrent.append(state)
+        return state
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._begin[0] if self._begin else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._begin[1] if len(self._begin) > 1 else None
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return self.record_past
+
+    # --- what transformers before 5.18 asks for ---------------------------------------------
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return bool(self._begin)
+
+    @property
+    def layers(self) -> Any:
+        return _Every(self)
+
+    @property
+    def conv_states(self) -> list[Tensor | None]:
+        return [self.get_conv_state(0)]
+
+    @property
+    def recurrent_states(self) -> list[Tensor | None]:
+        return [self.get_recurrent_state(0)]
+
+
+class _Every:
+    """The layers of a cache whose every layer is this one."""
+
+    def __init__(self, layer: Carried) -> None:
+        self._layer = layer
+
+    def __getitem__(self, i: int) -> Carried:
+        return self._layer
+
+
+def mixer_of(layer: Any, family: Family) -> ModelsMixer | None:
+    """Returns a layer's mixer; None if the layer has none. `family` is that of the layer."""
+    if not family.mixer:
+        return None
+    module = part_of(layer, family.mixer)
+    return ModelsMixer(module, family.mixer_cache, family.mixer_norm, family.gate_first)
+
+
+_KERNELS = {"fla": "flash-linear-attention"}
+"""The packages that have kernels for mixers, by what is imported of them."""
+
+
+WITH_KERNELS = {"fla": 3.3}
+"""Maps packages of kernels to what autograd saves of a token in a mixer that runs them, in elements
+for each column of the mixer's linear layers (`Mixed.columns`). That of a Gated DeltaNet with the
+dimensions of Qwen3.5-9B was counted on a CPU, with a function in the place of the package's that
+saves its inputs and a matrix of each chunk (tests/layer/test_mixer.py): 2.8 in transformers 5.23,
+and 3.3 in 5.17, which repeats keys for the heads of values that share them."""
+IN_TORCH = {"fla": 9.8, "": 1.75}
+"""Maps packages to what autograd saves of a token in a mixer that runs transformers' code in torch
+for want of them, in elements for each column of the mixer's linear layers. Counted for Qwen3.5-9B,
+and for LFM2's convolutions, which have no recurrence and want no package. (That of Mamba 2, whose
+scan is ours, stands in its families: `Family.mixer_graph`.)"""
+
+
+def graph_of(family: Family) -> float:
+    """Returns what the graph of a family's mixers holds, with the kernels that are installed here,
+    in elements of `Mixed.columns`."""
+    name = family.mixer_package
+    if name and installed(name):
+        return WITH_KERNELS[name]
+    return max(IN_TORCH[name], family.mixer_graph)
+
+
+def why_slow(base: Any, device: torch.device) -> str | None:
+    """Returns a line if transformers' own code runs a model's mixers on a GPU: the package with
+    their kernels is not installed, or the heads of a Mamba 2 are wider than our scan's."""
+    if device.type != "cuda":
+        return None
+    mixed = [(layer, family) for layer, family in layers_of(base) if family.mixer]
+    modules = {family.mixer_package for _, family in mixed}
+    lacking = [_KERNELS[name] for name in sorted(modules) if name and not installed(name)]
+    if lacking:
+        return (
+            f"mixers run without kernels of their own, in torch's: {', '.join(lacking)} is not "
+            f"installed ({pip_install(*lacking)})"
+        )
+    widths = [getattr(part_of(layer, family.mixer), "head_dim", 0) for layer, family in mixed]
+    if max(widths, default=0) <= WIDEST:
+        return None
+    return (
+        f"mixers run without kernels of their own, in torch's: their heads have {max(widths)} "
+        f"columns, and ours take {WIDEST}"
+    )

@@ -1,0 +1,515 @@
+"""What a patched model carries besides its weights, and the schedule it makes of a batch."""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longctx.attention.backends import choose_attention
+from longctx.attention.copied import Copied, with_copies
+from longctx.attention.cross import cross_of
+from longctx.attention.documents import Documents
+from longctx.attention.images import BothWays, turned
+from longctx.attention.padding import Padded
+from longctx.attention.prefixes import Prefixed
+from longctx.attention.protocol import Attention
+from longctx.attention.sharded import Sharded
+from longctx.attention.shards import Shards
+from longctx.cost.dims import Adapted, LayerKind, Mixed
+from longctx.cost.fitted import GRAPHED_TOKENS, MIXERS
+from longctx.cost.kept import describe, run_again, uniform
+from longctx.cost.rates import AttentionRates, Rates
+from longctx.cost.sizes import Batch, Cut, Sizes, default_head_groups, default_tile_tokens, kinds_of
+from longctx.errors import UserError
+from longctx.layer.linear import packed_state
+from longctx.layer.parts.table import parts_of
+from longctx.layer.passes import Rope, Schedule, Traits
+from longctx.layer.weights import MIXER
+from longctx.memory.ladder import Budget, Chosen, Step, choose, host_bytes
+from longctx.memory.levels import pending_levels
+from longctx.memory.pending import Pending, pending_bytes
+from longctx.memory.place import usable_bytes
+from longctx.memory.rates import gpu_rates
+from longctx.memory.store import ActivationStore, free_gpu_bytes
+from longctx.families.adapters import Applied
+from longctx.calls.caller import Caller
+from longctx.runtime.costs import StepTable
+from longctx.families.families import (
+    base_of,
+    embedding_of,
+    has_post_norms,
+    has_windows,
+    head_of,
+    known_family,
+    layer_adapters,
+    layer_norm_spec,
+    layer_weights,
+    layers_of,
+    mixes,
+    model_traits,
+    query_scale,
+    rotary_embeddings,
+    rotary_of,
+    score_cap,
+)
+from longctx.families.family import Family, head_dim, kv_heads, mlp_width
+from longctx.families.look import look, whole_shape
+from longctx.mixers.mixers import graph_of
+from longctx.calls.positions import rows_of
+from longctx.families.strangers import gathers_weights, why_not_chunked
+from longctx.train.options.model import PatchOptions
+from longctx.train.options.task import TaskName, scored_tokens
+
+logger = logging.getLogger("longctx")
+NO_RATES = Rates(1.0, 1.0, 1.0, AttentionRates(1.0, 1.0))
+
+
+@dataclass(kw_only=True)
+class Runtime:
+    """The attribute `longctx` of a patched model: no module and no buffer, so that nothing of it
+    reaches the state dict."""
+
+    args: PatchOptions
+    attention: Attention
+    backend: str
+    """Its name."""
+    store: ActivationStore
+    dtype: torch.dtype
+    """Dtype of the activations. FSDP2 later turns the weights, and `model.dtype`, into fp32."""
+    stream_dtype: torch.dtype | None = None
+    """Dtype of the residual stream, known after the first batch: fp32 in autocast."""
+    label_smoothing: float = 0.0
+    needs_input_gradient: bool = False
+    """The hooks of an engine around the first layer wait for the gradient of the layer's input."""
+    strict: bool = False
+    """A call of training that the schedule does not cover is an error."""
+    on_pass: Callable[[], bool] | None = None
+    """Called in forward passes, until it returns True."""
+    pending_bytes: Callable[[PreTrainedModel], Pending] = field(
+        default_factory=lambda: _plain_pending
+    )
+    """Tells what else the first step will claim on the GPU; an engine knows better."""
+    passes: int = 1
+    """Batches of a step."""
+    task: TaskName = "sft"
+    """What a step trains for, by which its loss is counted."""
+    reserved_tokens: int = 0
+    """Tokens of the longest batch that the store has room for."""
+    cut: Cut | None = None
+    """The cut of batches up to that length; None: the default cut of each length."""
+    host_room: int = 0
+    """Host bytes that the store may take."""
+    link_bytes: float | None = None
+    """Bytes per second over the link to the host while others use theirs; None: measured alone."""
+    attach: Callable[[Any], None] = field(default_factory=lambda: _not_attached)
+    """Puts our forwards into modules of a model that were exchanged since (forwards/attach.py)."""
+    whole: weakref.ref[Any] | None = None
+    """The model whose base model this is the runtime of."""
+    warned: set[str] = field(default_factory=set)
+    """Warnings already given about calls that Hugging Face's code runs."""
+    images: str | None = None
+    """Why Hugging Face's layers run the images of the call under way, in a few words."""
+    caller: Caller | None = None
+    """Who calls, of a call with images, which Hugging Face's code hands on."""
+    shards: Shards | None = None
+    """The ranks that share each row with this one."""
+    settled: bool = False
+    """Nobody can have changed the model since its last batch, as a trainer knows."""
+    graphed: bool = False
+    """Whether layers may run as CUDA graphs: there is room for what these take."""
+    no_graphs: str = ""
+    """Why they may not, if short batches were to; reported with the first one."""
+    beside_bytes: int = 0
+    """What a batch brings to the GPU beside the layers' work: features of images, and pixels."""
+    eager_images: str = ""
+    """Why no layer of a batch with images may be recorded, where batches have images."""
+    moves_weights: bool = False
+    """Whether an engine's hooks bring each layer's weights, which a graph would leave out."""
+    graphs: Any = None
+    """The layers that were recorded (graphs.py), under this attention, cut and store."""
+
+    @classmethod
+    def make(
+        cls, args: PatchOptions, config: Any, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Runtime, str]:
+        """Returns the runtime and the name of its attention backend. On meta, `follow` chooses the
+        backend at the first batch. Raises UserError for a backend that cannot run."""
+        if device.type == "meta" or not args.schedules:
+            runtime = _remake(args, {})
+            runtime.backend = args.attn_backend
+            return runtime, args.attn_backend
+        name, attention = choose_attention(
+            args.attn_backend,
+            device,
+            dtype,
+            head_dim=head_dim(config),
+            windows=has_windows(config),
+            softcap=score_cap(config),
+        )
+        store = ActivationStore(device, args.host_memory_gib)
+        return cls(args=args, attention=attention, backend=name, store=store, dtype=dtype), name
+
+    def begin_pass(self) -> None:
+        """Tells whoever waits for it that the model is called."""
+        if self.on_pass is not None and self.on_pass():
+            self.on_pass = None
+
+    def follow(self, x: Tensor, dtype: torch.dtype, config: Any) -> None:
+        """The model was moved or cast since it was patched, or runs in autocast: so do backend and
+        store. `x` is the embedding's output, `dtype` that of products."""
+        self.stream_dtype = x.dtype
+        if dtype == self.dtype and _is_on(x, self.store.device):
+            return
+        made, backend = self.make(self.args, config, x.device, dtype)
+        logger.info(f"the model is on {x.device} in {dtype} now: {backend} attention")
+        self.attention, self.backend, self.dtype = made.attention, made.backend, dtype
+        self.reserved_tokens, self.cut, self.graphs = 0, None, None
+        if not _is_on(x, self.store.device):
+            self.store = made.store
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Saved and copied with the model; memory, streams and an engine's word are made anew."""
+        settings = dict(
+            label_smoothing=self.label_smoothing,
+            passes=self.passes,
+            strict=self.strict,
+            attach=self.attach,
+        )
+        return _remake, (self.args, settings)
+
+    def reserve(self, model: Any, tokens: int, host_room: int | None = None) -> bool:
+        """Makes room for the activations of `tokens` tokens, once per longest batch so far; whether
+        it did. `host_room`: bytes that it may take of the host (default: its share of what is
+        free)."""
+        if tokens <= self.reserved_tokens:
+            return False
+        self.reserved_tokens, self.graphs = tokens, None
+        sizes, pending = self.sizes(model), self.pending_bytes(model)
+        on_gpu = self.store.device.type == "cuda"
+        free_bytes = usable_bytes(free_gpu_bytes(self.store.device)) if on_gpu else 0
+        self.host_room = self.store.host_bytes() if host_room is None else host_room
+        step = replace(self.step(sizes, tokens), again=self.can_run_again(model))
+        levels = pending_levels(sizes.layers, *pending, accumulates=self.passes > 1)
+        chosen = choose(step, [levels], Budget(free_bytes, self.host_room))
+        self.adopt(chosen, tokens)
+        needed_bytes = host_bytes(step, chosen)
+        self.store.reserve(chosen.ladder, needed_bytes, self.host_room)
+        return True
+
+    def adopt(self, chosen: Chosen, tokens: int) -> None:
+        """Batches of up to `tokens` tokens run as chosen: their cut, and CUDA graphs or none."""
+        self.cut, self.graphed = chosen.sizes.cut(tokens), chosen.graph_bytes > 0
+        self.no_graphs = chosen.no_graphs
+        if self._are_short(tokens):
+            self.no_graphs = self._why_not_recorded() or chosen.no_graphs
+
+    def _are_short(self, tokens: int) -> bool:
+        """Whether batches of so many tokens are to run as CUDA graphs (graphs.py)."""
+        on_gpu = self.store.device.type == "cuda"
+        return on_gpu and self.args.cuda_graphs == "auto" and tokens <= GRAPHED_TOKENS
+
+    def _why_not_recorded(self) -> str | None:
+        """Returns why no layer of this process may be recorded."""
+        if self.moves_weights:
+            return "the engine moves each layer's weights"
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            return "several processes train the model"
+        return self.eager_images or None
+
+    def can_run_again(self, model: Any) -> bool:
+        """Whether layers may run forward again in backward: no other rank takes part in a layer,
+        and no engine gathers its weights for a call."""
+        if self.moves_weights or self.shards is not None:
+            return False
+        base: Any = base_of(model)
+        return not any(map(gathers_weights, base.layers))
+
+    def step(self, sizes: Sizes, tokens: int) -> Step:
+        """What the ladder and the cut of batches of `tokens` tokens are chosen for. Where nothing
+        is copied over a link there is nothing to weigh: it is all one memory."""
+        device, document = self.store.device, min(tokens, self.args.seq_len or tokens)
+        keep, offload = self.args.keep, self.args.offload_activations
+        batch = Batch(tokens, document, self.passes, scored_tokens(self.task, tokens))
+        given, rates = None, NO_RATES
+        if device.type == "cuda":
+            how = self.dtype, self.backend, document, *sizes.scores
+            rates = gpu_rates(device, *how, link_bytes=self.link_bytes)
+        else:
+            cut = next(iter(sizes.cuts(tokens)))
+            given = uniform(StepTable.of(cut, batch).layers, keep, offload), cut
+        return Step(
+            count=StepTable.of,
+            sizes=sizes,
+            batch=batch,
+            rates=rates,
+            keep=keep,
+            offload=offload,
+            given=given,
+            beside_bytes=self.beside_bytes,
+            graphs=self._are_short(tokens) and self._why_not_recorded() is None,
+        )
+
+    def pieces(self, tokens: int, config: Any) -> tuple[int, int]:
+        """Tokens of a tile, and head groups, of one batch."""
+        tile_tokens = self.args.tile_tokens or default_tile_tokens(
+            mlp_width(config), has_post_norms(config)
+        )
+        groups = self.args.head_groups or default_head_groups(tokens, kv_heads(config), self.ranks)
+        if self.cut is None or tokens > self.reserved_tokens:
+            return tile_tokens, groups
+        return self.cut.tile_tokens, min(self.cut.head_groups, groups)
+
+    def describe(self, vocab: int) -> str:
+        """Returns a line: what is kept for backward, and where; how the work on the longest batch
+        is cut."""
+        said = describe(self.store.ladder, on_gpu=self.store.device.type == "cuda")
+        if self.cut is None:
+            return said
+        return f"{said}; {self.cut.of(self.reserved_tokens, vocab)}"
+
+    def sizes(self, model: Any) -> Sizes:
+        """The model's dimensions, in the dtype of the activations."""
+        sizes = model_sizes(model, self.args, self.dtype, self.stream_dtype)
+        writes = self.attention.writes_gradients and self.shards is None
+        fuses = self.attention.fuses_sinks
+        return replace(sizes, ranks=self.ranks, writes_gradients=writes, fuses_sinks=fuses)
+
+    @property
+    def ranks(self) -> int:
+        """Returns how many ranks share each row."""
+        return self.shards.ranks if self.shards else 1
+
+
+def model_sizes(
+    model: Any,
+    args: PatchOptions,
+    dtype: torch.dtype,
+    stream_dtype: torch.dtype | None = None,
+) -> Sizes:
+    """The dimensions of a model that the schedule knows, patched or not."""
+    base, head = base_of(model), head_of(model)
+    assert base is not None
+    config = base.config
+    layers = zip(layers_of(base), known_family(base).layer_traits(config), strict=True)
+    return Sizes(
+        **kinds_of(_kind(config, *layer, traits, dtype.itemsize) for layer, traits in layers),
+        hidden=config.hidden_size,
+        vocab=config.vocab_size,
+        itemsize=dtype.itemsize,
+        stream_itemsize=(stream_dtype or dtype).itemsize,
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        trains_head=head is None or any(p.requires_grad for p in head.parameters()),
+        tied=look(head, "weight", None) is look(embedding_of(base), "weight"),
+        tile_tokens=args.tile_tokens,
+        head_groups=args.head_groups,
+        chunks_loss=chunks_loss(model),
+    )
+
+
+def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int) -> LayerKind:
+    """Returns the kind of a layer, in the dtype of the activations."""
+    named = layer_weights(layer, family, look)
+    inside = {name: x for name, x in named.items() if name.startswith(f"{MIXER}.")}
+    weights = [x for name, x in named.items() if not name.startswith(f"{MIXER}.")]
+    adapters = layer_adapters(layer, family, look).values()
+    packed = [state for w in named.values() if (state := packed_state(w)) is not None]
+    chosen = traits.router.chosen if traits.router else 0
+
+    def times(x: Applied) -> float:
+        """Returns how often a token meets an adapter."""
+        return chosen if x.experts > 1 else x.share
+
+    return LayerKind(
+        blocks=parts_of(traits.blocks),
+        intermediate=family.features(config),
+        heads=config.num_attention_heads,
+        kv_heads=kv_heads(config),
+        head_dim=head_dim(config),
+        mixer=_mixed(inside, family, config, itemsize) if family.mixer else None,
+        window=traits.window,
+        qk_norms="q_norm" in family.norms and not family.wide_norms,
+        wide_norms=family.wide_norms,
+        output_gate=traits.output_gate,
+        sinks="sinks" in family.parameters,
+        caps_scores=family.score_cap(config) is not None,
+        post_norms="post1" in family.norms,
+        gated="gate" in family.linears or bool(family.stacks),
+        experts=traits.router.experts if traits.router else 0,
+        chosen=chosen,
+        shared=family.shared(config),
+        weighs_shared="share" in family.linears,
+        expert_biases="experts_out.bias" in family.parameters,
+        between=traits.between,
+        parallel=traits.parallel,
+        trains_weights=any(x.requires_grad and x.dim() > 1 for x in weights),
+        dense_bytes=sum(math.prod(state.shape) * itemsize for state in packed),
+        rank=max((x.rank for x in adapters), default=0),
+        drops=any(x.dropout for x in adapters),
+        adapted=Adapted(
+            inputs=sum(times(x) * x.inputs for x in adapters),
+            outputs=sum(times(x) * x.outputs for x in adapters),
+            parameters=sum(times(x) * x.rank * (x.inputs + x.outputs) for x in adapters),
+            rescaled=sum(times(x) * x.rescaled for x in adapters),
+        ),
+    )
+
+
+def _mixed(inside: dict[str, Tensor], family: Family, config: Any, itemsize: int) -> Mixed:
+    """Returns the sizes of a mixer with these parameters, PEFT's among them. An adapter adds to
+    what its linear layer gives, and makes no column."""
+    shapes = {name: whole_shape(x) for name, x in inside.items()}
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
+    recurrent, convolved = family.mixer_state(config)
+    return Mixed(
+        columns=sum(rows for name, (rows, _) in matrices.items() if ".lora_" not in name),
+        parameters=sum(rows * columns for rows, columns in matrices.values()),
+        trained=sum(math.prod(shapes[name]) for name, x in inside.items() if x.requires_grad),
+        state_bytes=4 * recurrent + itemsize * convolved,
+        graph=graph_of(family),
+        besides=MIXERS[family.mixer_kind],
+    )
+
+
+def chunks_loss(model: Any) -> bool:
+    """Whether our loss runs; else a step holds all logits. Other heads than lm_head are small."""
+    if head_of(model) is None:
+        return True
+    runtime = runtime_of(model)
+    asked = runtime is None or runtime.args.fuses_loss
+    return asked and why_not_chunked(model) is None
+
+
+def _remake(args: PatchOptions, settings: dict[str, Any]) -> Runtime:
+    """Its dtype is a placeholder, which `follow` replaces at the first batch."""
+    cpu, dtype = torch.device("cpu"), torch.float64
+    _, attention = choose_attention("math", cpu, dtype)
+    store = ActivationStore(cpu, args.host_memory_gib)
+    return Runtime(
+        args=args, attention=attention, backend="math", store=store, dtype=dtype, **settings
+    )
+
+
+def _is_on(x: Tensor, device: torch.device) -> bool:
+    return x.device.type == device.type and device.index in (None, x.device.index)
+
+
+def _not_attached(model: Any) -> None:
+    """There are no forwards of ours yet."""
+
+
+def _plain_pending(model: PreTrainedModel) -> Pending:
+    return pending_bytes(model.parameters())
+
+
+def runtime_of(model: Any) -> Runtime | None:
+    """Returns what `patch` attached to this model; None if it runs as Hugging Face made it."""
+    return vars(model).get("longctx")
+
+
+def patched_part(model: nn.Module) -> Any | None:
+    """The patched model, itself or inside what adapters or engines wrapped around it."""
+    return next((part for part in model.modules() if runtime_of(part)), None)
+
+
+def make_schedule(
+    base: Any,
+    runtime: Runtime,
+    position_ids: Tensor,  # (T,) or (3, T)
+    documents: Documents,
+    rows: int,
+    **of_routers: Any,
+) -> Schedule:
+    """What the layers share for this batch. Raises UserError for head groups that do not divide
+    the key/value heads, and heads that the ranks of a row cannot share."""
+    config, heads = base.config, kv_heads(base.config)
+    tile_tokens, head_groups = runtime.pieces(position_ids.shape[-1], config)
+    if heads % head_groups:
+        raise UserError(
+            f"--head_groups {head_groups} must divide the model's {heads} key/value heads"
+        )
+    if runtime.shards is not None and any(run_again(runtime.store.ladder)):
+        raise UserError("ranks that share rows must keep every layer's input: set --keep x")
+    attention = runtime.attention
+    if documents.keys is not None:
+        attention = Copied(attention)
+    elif documents.parents:
+        attention = Prefixed(attention, cross_of(attention))
+    if documents.images:
+        found = turned(documents.images, documents.cu_seqlens.device)
+        attention = BothWays(attention, runtime.attention, tuple(found))
+    if documents.padding:
+        attention = Padded(attention, cross_of(attention))
+    if runtime.shards is not None:
+        if mixes(config):
+            raise UserError(NO_SHARES)
+        check_shares(config.num_attention_heads, heads, head_groups, runtime.shards.ranks)
+        attention = Sharded(attention, runtime.shards, rows)
+    return Schedule(
+        traits=model_traits(base),
+        documents=documents,
+        position_ids=position_ids,
+        ropes=_ropes(base, by_rows=position_ids.dim() > 1),
+        query_scale=query_scale(base, position_ids),
+        head_dim=head_dim(config),
+        norm=layer_norm_spec(base),
+        attention=attention,
+        store=runtime.store,
+        tile_tokens=tile_tokens,
+        **of_routers,
+        head_groups=head_groups,
+        dtype=runtime.dtype,
+    )
+
+
+def copied_keys(base: Any, runtime: Runtime, documents: Documents) -> Documents:
+    """Returns the documents with the places of their keys, if keys are to be copied."""
+    groups = runtime.pieces(documents.tokens, base.config)[1]
+    of_a_group = 2 * kv_heads(base.config) * head_dim(base.config) // groups
+    return with_copies(
+        documents,
+        runtime.attention,
+        windows=(traits.window for traits in model_traits(base)),
+        key_bytes=of_a_group * runtime.dtype.itemsize,
+    )
+
+
+def _ropes(base: Any, by_rows: bool) -> dict[str, Rope]:
+    """The rotary embeddings of a model, by the names in `Traits.rope`."""
+    found = {}
+    for name, (inv_freq, scaling) in rotary_embeddings(base).items():
+        inv_freq = inv_freq.to(torch.float32, copy=follows_positions(base))
+        rows = rows_of(base.rotary_emb, inv_freq) if by_rows else None
+        found[name] = Rope(inv_freq, scaling, known_family(base).interleaved, rows)
+    return found
+
+
+def follows_positions(base: Any) -> bool:
+    """Whether RoPE's frequencies depend on the batch, and are overwritten by the next forward,
+    which may come before this backward (transformers' dynamic_rope_update)."""
+    kinds = getattr(rotary_of(base), "rope_type", "default")
+    every = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any("dynamic" in kind or kind == "longrope" for kind in every)
+
+
+NO_SHARES = (
+    "ranks cannot share rows of a model with mixers, which hand a state on from token to token: "
+    "set --sequence_parallel_size 1"
+)
+
+
+def check_shares(heads: int, kv_heads: int, groups: int, ranks: int) -> None:
+    kv_share = kv_heads // groups
+    if heads // groups % ranks or kv_share % ranks and ranks % kv_share:
+        raise UserError(
+            f"{ranks} ranks cannot share a head group of {heads // groups} query and {kv_share} "
+            f"key/value heads: the model has {heads} and {kv_heads}, --head_groups {groups}"
+        )

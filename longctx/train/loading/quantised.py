@@ -1,0 +1,143 @@
+"""Checkpoints in fewer than 16 bits: which of them a run takes, and which it reads dense.
+
+    NF4 of bitsandbytes           stays as it is, frozen, under `--quantize nf4`
+    MXFP4, as gpt-oss is public   is made dense, whatever is trained: exact in 16 bits
+    FP8 with scales of blocks     is made dense under adapters, rounded to the run's dtype
+
+Every other kind is refused, by training and by its plan, which ask `check` here. transformers makes
+weights dense while it reads them. From then on the model is one of dense weights: its configuration
+says nothing of quantisation, and files are looked at again when they are read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import PretrainedConfig
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
+
+from longctx.errors import UserError, print_rank0
+from longctx.train.loading.weights import holds_nf4, quantization
+from longctx.families.vision import PREFIXES
+from longctx.train.options.model import ModelSource
+
+_IN_MXFP4 = {"gpt_oss"}
+"""The types of models for which transformers has names of blocks and scales."""
+_SCALES = ".weight_scale_inv"
+_NEEDED = "give the model that it was made from, in bfloat16 or float32"
+
+
+def packed_as(config: Any) -> str | None:
+    """Returns MXFP4 or FP8 for a checkpoint that can be made dense; None for any other."""
+    method = quantization(config).get("quant_method")
+    if method == "mxfp4":
+        return "MXFP4" if config.model_type in _IN_MXFP4 else None
+    return "FP8" if method == "fp8" else None
+
+
+def check(source: ModelSource, config: Any, *, makes_dense: bool = True) -> None:
+    """Raises UserError for a checkpoint whose weights cannot be what the run asks of them; without
+    `makes_dense` its engine has no way to make them dense."""
+    packed = packed_as(config)
+    if packed is None:
+        _check_kept(source, config)
+    elif source.in_nf4:
+        raise UserError(
+            f"{source.name} is in {packed}, and --quantize would round it once more: leave it out, "
+            "or give a copy in bfloat16"
+        )
+    elif packed == "FP8" and not source.frozen:
+        raise UserError(
+            f"{source.name} is in FP8, and rounded weights cannot be trained as a whole: train "
+            f"adapters over them with --lora_r, or {_NEEDED}"
+        )
+    elif not makes_dense:
+        raise UserError(
+            f"{source.name} is in {packed}, which is not made dense under ZeRO-3: use FSDP2 or no "
+            "engine, or give a copy in bfloat16"
+        )
+
+
+def _check_kept(source: ModelSource, config: Any) -> None:
+    """The same of a checkpoint that is not made dense."""
+    if holds_nf4(config) and config.model_type not in PREFIXES:
+        if source.in_nf4:
+            return
+        raise UserError(
+            f"{source.name} is in 4 bits (bitsandbytes): rounded weights cannot be trained as a "
+            "whole, nor merged: train adapters over them with --lora_r and --quantize nf4, or "
+            f"{_NEEDED}"
+        )
+    for part in (config, config.get_text_config()):
+        for key in ("quantization_config", "compression_config"):
+            if found := getattr(part, key, None):
+                method = found.get("quant_method") if isinstance(found, dict) else None
+                why = "in a form that longctx does not read"
+                if not source.frozen:
+                    why = "and rounded weights cannot be trained as a whole"
+                raise UserError(
+                    f"{source.name} is quantised ({method or 'by an unnamed method'}), {why}: "
+                    f"{_NEEDED}"
+                )
+
+
+def note_preset(preset: str, config: Any, *, in_nf4: bool) -> None:
+    """Says that the files of a preset's public model would be refused where its random weights are
+    not."""
+    if in_nf4 and config.model_type in _IN_MXFP4:
+        print_rank0(
+            f"--preset {preset} has random weights: its public checkpoint is in MXFP4, which "
+            "--quantize refuses, so give --model_name_or_path a copy of that in bfloat16"
+        )
+
+
+def of_files(name: str, config: PretrainedConfig) -> PretrainedConfig:
+    """Returns the configuration with what the files of model `name` say of quantisation."""
+    found = copy.copy(config)
+    found.quantization_config = PretrainedConfig.get_config_dict(name)[0].get("quantization_config")
+    return found
+
+
+def made_dense(packed: str) -> dict[str, Any]:
+    """Returns an argument for `from_pretrained`, of a checkpoint in MXFP4 or FP8."""
+    kind: Any = Mxfp4Config if packed == "MXFP4" else FineGrainedFP8Config
+    return {"quantization_config": kind(dequantize=True)}
+
+
+def check_blocks(files: Sequence[Path], config: Any) -> None:
+    """Raises ValueError for a weight in FP8 whose last block is smaller than the others:
+    transformers takes a weight's size over its number of scales as the size of a block."""
+    block: Sequence[int] = quantization(config).get("weight_block_size") or ()
+    shapes: dict[str, Sequence[int]] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
+    for name in shapes:
+        if not name.endswith(_SCALES):
+            continue
+        shape = shapes.get(name.removesuffix("_scale_inv"), ())[-2:]
+        if any(size % of for size, of in zip(shape, block, strict=False)):
+            raise ValueError(
+                f"{name.removesuffix('_scale_inv')} has {shape[0]} x {shape[1]} numbers in FP8, no "
+                f"multiple of its blocks of {block[0]} x {block[1]}, which transformers makes "
+                f"dense with the wrong scales: {_NEEDED}"
+            )
+
+
+def finish_(model: Any, name: str, packed: str, dtype: Any) -> None:
+    """Gives dense weights the dtype of the others, which transformers 5.17 does not, and forgets
+    how they were read: they would be saved under the names of their blocks."""
+    vars(model).pop("_weight_conversions", None)
+    if isinstance(dtype, torch.dtype):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    whose = "its experts are" if packed == "MXFP4" else "its weights are"
+    print_rank0(
+        f"{name} is in {packed}: {whose} made dense, in "
+        f"{str(model.dtype).removeprefix('torch.')}, and saved so"
+    )
