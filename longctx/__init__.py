@@ -43,6 +43,8 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES below is what r
     from longctx.kernels.rope_tables import apply_rotary_pos_emb as apply_rotary_pos_emb
     from longctx.kernels.swiglu import geglu as geglu
     from longctx.kernels.swiglu import swiglu as swiglu
+    from longctx.loop.efficiency import EfficiencyCallback as EfficiencyCallback
+    from longctx.loop.exact_adamw import exact_adamw as exact_adamw
     from longctx.patching.nn import CrossEntropyLoss as CrossEntropyLoss
     from longctx.patching.nn import GeGLU as GeGLU
     from longctx.patching.nn import LayerNorm as LayerNorm
@@ -57,8 +59,6 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES below is what r
     from longctx.patching.patch import patch as patch
     from longctx.patching.patch import unpatch as unpatch
     from longctx.patching.patch_class import patch_class as patch_class
-    from longctx.loop.efficiency import EfficiencyCallback as EfficiencyCallback
-    from longctx.loop.exact_adamw import exact_adamw as exact_adamw
     from longctx.train.trainer.trainer import LongTrainer as LongTrainer
 
 _HOMES = {

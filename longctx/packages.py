@@ -61,7 +61,7 @@ class Namesake(NamedTuple):
 
 def namesakes() -> list[Namesake]:
     """The other distributions of this environment that are imported as `longctx`."""
-    folder = Path(__file__).resolve().parents[1]
+    folder = Path(__file__).resolve().parent
     found = {canonicalize_name(n) for n in metadata.packages_distributions().get("longctx", [])}
     others = sorted(found - {__distribution__})
     changed = _overwritten() if others else 0

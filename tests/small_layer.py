@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from exactness import DEVICE, FACTOR, FLOOR, assert_exact, relative_error
 from longctx.cost.kept import ORDER, Keep
 from longctx.patching.patch import patch_as
-from longctx.train.options.model import PatchOptions
+from longctx.settings import PatchOptions
 
 DEVICE = torch.device(DEVICE)
 

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longctx.cost.kept import Ladder
+from longctx.families.blocks import state_blocks
 from longctx.memory.ladder import hosted_bytes
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.place import Place
 from longctx.memory.settle import HostRoom
 from longctx.memory.states import BlockSpec
 from longctx.memory.stream import StateStream
-from longctx.families.blocks import state_blocks
 from longctx.patching.patch import patch_as
 from longctx.runtime.runtime import patched_part
-from longctx.train.options.model import PatchOptions
+from longctx.settings import PatchOptions
 
 TOKENS = 48
 """Of the longest batch."""

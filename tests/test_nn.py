@@ -22,8 +22,8 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
 import longctx
-from longctx.errors import UserError
 from longctx.any_model.runtime import any_part
+from longctx.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from longctx import packages
 from longctx.constants import __distribution__
 from longctx.train.report.missing import Facts, missing
-from longctx import packages
 
 NEEDED = ["torch<2.14,>=2.11", 'peft>=0.21; extra == "lora"', 'ruff>=0.14; extra == "dev"']
 
@@ -61,7 +61,11 @@ def test_another_distribution_of_our_import_name_is_one_line(tmp_path, monkeypat
         "from_name",
         lambda name: next(iter(metadata.Distribution.discover(name=name, path=[str(tmp_path)]))),
     )
-    ours = {"longctx/__init__.py": "ours", "longctx/train/cli.py": "ours", "longctx/train/plan.py": "ours"}
+    ours = {
+        "longctx/__init__.py": "ours",
+        "longctx/train/cli.py": "ours",
+        "longctx/train/plan.py": "ours",
+    }
     install(tmp_path, __distribution__, "0.2.0", ours)
     assert packages.namesakes() == []
     install(tmp_path, "longctx", "0.3.2", dict.fromkeys([*ours][:2], "another project's"))

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from longctx.train import cli
 from longctx.errors import UserError
+from longctx.train import cli
 from longctx.train.program import Parser, importing, program, started_as
 
 pytestmark = pytest.mark.usefixtures("heard_signals")

@@ -16,7 +16,7 @@ from paths import PYTHONPATH, ROOT
 
 import longctx
 from longctx.patching.patch import OPTIONS
-from longctx.train.options.model import PatchOptions
+from longctx.settings import PatchOptions
 
 
 @pytest.mark.parametrize("name", longctx.__all__)

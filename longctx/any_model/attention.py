@@ -27,12 +27,12 @@ from torch.autograd.function import once_differentiable
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from longctx.any_model.masks import Seen, longctx_mask
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention
 from longctx.attention.sinks import Sinks, add_grad_, merge_sinks_
 from longctx.errors import UserError
-from longctx.any_model.masks import Seen, longctx_mask
 
 NAMES = {
     "auto": "longctx",

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longctx.any_model.runtime import LossFactors, any_runtime_of
+from longctx.calls.routing import auxiliary_factor
 from longctx.constants import IGNORE_INDEX
+from longctx.families.vision import named
+from longctx.forwards.attach import Forward
 from longctx.head.logits import lazy_logits
 from longctx.head.loss import linear_cross_entropy
-from longctx.any_model.runtime import LossFactors, any_runtime_of
-from longctx.forwards.attach import Forward
-from longctx.calls.routing import auxiliary_factor
-from longctx.families.vision import named
 
 
 class AnyForward(Forward):

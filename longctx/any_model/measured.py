@@ -33,14 +33,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from longctx.cost.dims import Measured, Spent
-from longctx.errors import UserError, one_line
 from longctx.any_model.probe import remembered
 from longctx.any_model.runtime import AnyRuntime
 from longctx.any_model.seam import Seam, ask_for, layer_of, with_input_first
-from longctx.families.blocks import decoder_layers
 from longctx.any_model.specimen import Specimen, kind_of, of_specimen, outline
-from longctx.train.options.model import PatchOptions
+from longctx.cost.dims import Measured, Spent
+from longctx.errors import UserError, one_line
+from longctx.families.blocks import decoder_layers
+from longctx.settings import PatchOptions
 
 LENGTHS = {"cuda": (2048, 8192), "cpu": (32, 128)}
 """Tokens of the two rows, by the device."""

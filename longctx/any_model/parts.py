@@ -26,18 +26,18 @@ from transformers import PretrainedConfig
 
 from longctx.constants import IGNORE_INDEX
 from longctx.errors import UserError
+from longctx.families.families import base_of, family_of, head_of, known_family, layers_of
+from longctx.families.family import part_of
+from longctx.families.strangers import forward_name, has_known_loss, why_not_chunked
+from longctx.forwards.attach import Forward
+from longctx.forwards.said import untraced
 from longctx.head.logits_loss import cross_entropy
 from longctx.kernels.rope_tables import apply_rotary_pos_emb
 from longctx.kernels.swiglu import geglu, swiglu
 from longctx.layer.norm_spec import NormSpec
 from longctx.layer.parts.norms import final_norm
-from longctx.families.families import base_of, family_of, head_of, known_family, layers_of
-from longctx.families.family import part_of
-from longctx.forwards.attach import Forward
-from longctx.forwards.said import untraced
 from longctx.runtime.runtime import runtime_of
-from longctx.families.strangers import forward_name, has_known_loss, why_not_chunked
-from longctx.train.options.parts import FUSED, WHOLE
+from longctx.settings import FUSED, WHOLE
 
 _GATED = {"swiglu": "silu", "geglu": "gelu_tanh"}
 

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from longctx.errors import UserError
-from longctx.memory.store import ActivationStore
 from longctx.any_model.attention import NAMES
 from longctx.any_model.loss import AnyForward, any_forward
 from longctx.any_model.measured import measured_layers
 from longctx.any_model.probe import find_loss, why_no_head, why_not_our_attention
 from longctx.any_model.runtime import NAME, AnyRuntime, LossFactors, any_runtime_of
 from longctx.any_model.seam import attach_seam, detach_seam
-from longctx.mixers.fla_kernels import prepare_imported_fla
 from longctx.calls.positions import keep_documents_apart
+from longctx.errors import UserError
+from longctx.memory.store import ActivationStore
+from longctx.mixers.fla_kernels import prepare_imported_fla
 from longctx.runtime.runtime import runtime_of
-from longctx.train.options.model import Backend, PatchOptions
+from longctx.settings import Backend, PatchOptions
 
 OPTIONS = ("offload_activations", "attn_backend", "host_memory_gib")
 """The options of `patch` that any model takes."""

@@ -22,14 +22,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from longctx.errors import UserError, one_line
 from longctx.any_model.attention import counted_calls
 from longctx.any_model.loss import any_forward
-from longctx.any_model.runtime import NAME, AnyRuntime, LossFactors
 from longctx.any_model.narrow import narrowed
 from longctx.any_model.packed import with_short_windows
+from longctx.any_model.runtime import NAME, AnyRuntime, LossFactors
 from longctx.any_model.specimen import Found, Specimen, of_specimen, outline
-from longctx.train.options.model import PatchOptions
+from longctx.errors import UserError, one_line
+from longctx.settings import PatchOptions
 
 Answer = TypeVar("Answer")
 _OF_A_FILE = frozenset(

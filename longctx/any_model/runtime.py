@@ -22,8 +22,7 @@ from longctx.memory.store import ActivationStore, free_gpu_bytes
 from longctx.runtime.costs import StepTable
 from longctx.runtime.peers import as_measured, peer_backend, peer_sizes, trains_weights
 from longctx.runtime.runtime import NO_RATES
-from longctx.train.options.model import PatchOptions
-from longctx.train.options.task import TaskName, scored_tokens
+from longctx.settings import PatchOptions, TaskName, scored_tokens
 
 NAME = "longctx_any"
 """The attribute of the patched model."""

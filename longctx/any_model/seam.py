@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from longctx.any_model.runtime import AnyRuntime
 from longctx.cost.table import INPUT
 from longctx.errors import UserError
-from longctx.memory.store import ActivationStore, Saved
-from longctx.any_model.runtime import AnyRuntime
 from longctx.families.blocks import decoder_layers
+from longctx.memory.store import ActivationStore, Saved
 
 ABOVE = "_longctx_layers_above"
 """The attribute of a decoder layer that says how many follow it: a number, so that a copy of the

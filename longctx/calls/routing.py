@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from longctx.attention.documents import Documents
-from longctx.errors import UserError
-from longctx.layer.router import IDS
 from longctx.calls.caller import Caller
-from longctx.families.families import known_family, model_traits
 from longctx.calls.shared_prefixes import Sharing
+from longctx.errors import UserError
+from longctx.families.families import known_family, model_traits
+from longctx.layer.router import IDS
 
 EXPERT_IDS = "expert_ids"
 

@@ -33,7 +33,7 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from longctx.cost.table import INPUT, Table
-from longctx.train.options.model import Keeping, Offload
+from longctx.settings import Keeping, Offload
 
 Names = frozenset[str]
 ORDER = ("x", "o", "h", "q k v", "gate up", "down", "routing")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from longctx.train.options.model import Keeping
+from longctx.settings import Keeping
 
 Phase = Literal["forward", "backward"]
 """The phases of a layer. A moment, in which one part computes, is named after the part and ends

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longctx.families.look import Read, look, whole_shape
 from longctx.layer.adapters.dora import Dora
 from longctx.layer.adapters.lora import Lora
 from longctx.layer.adapters.protocol import Settings
-from longctx.families.look import Read, look, whole_shape
 
 ADAPTED = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
 QUANTISED = ("bitsandbytes.nn.modules.Linear4bit",)

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from longctx.memory.states import BlockSpec, Part
 from longctx.families.adapters import expert_adapters, inside_peft
 from longctx.families.look import look
 from longctx.families.vision import at_rest, towers
+from longctx.memory.states import BlockSpec, Part
 
 SEEING = "what sees images"
 """The name of its block."""

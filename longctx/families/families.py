@@ -34,8 +34,6 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from longctx.layer.norm_spec import NormSpec
-from longctx.layer.passes import SIDE_BY_SIDE, Traits
 from longctx.families.adapters import Applied, applied, unwrapped, wrappers
 from longctx.families.classes import class_of
 from longctx.families.family import (
@@ -58,6 +56,8 @@ from longctx.families.hybrids import HYBRIDS
 from longctx.families.look import Read
 from longctx.families.mixtures import GRANITE, MIXTURES
 from longctx.families.vision import is_whole, joint_of
+from longctx.layer.norm_spec import NormSpec
+from longctx.layer.passes import SIDE_BY_SIDE, Traits
 
 _GELU_TANH: Names = ("transformers.activations.GELUTanh",)
 _BOTH = {"gate": "mlp.gate_up_proj"}

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from longctx.families.adapters import ADAPTED, QUANTISED, within
+from longctx.families.look import Read
 from longctx.layer.norm_spec import NormSpec
 from longctx.layer.passes import Blocks, Traits
 from longctx.layer.router import Router
 from longctx.layer.stack import PLAIN, ExpertLayout
 from longctx.layer.weights import MIXER
-from longctx.families.adapters import ADAPTED, QUANTISED, within
-from longctx.families.look import Read
 
 Names = tuple[str, ...]
 LINEAR: Names = ("torch.nn.modules.linear.Linear",)

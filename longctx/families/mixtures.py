@@ -21,9 +21,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from longctx.kernels.clamped_swiglu import Clamped
-from longctx.layer.router import Router
-from longctx.layer.stack import ExpertLayout
 from longctx.families.family import (
     GATE_UP,
     MLP_WIDTH,
@@ -37,6 +34,9 @@ from longctx.families.family import (
     one_window,
     window_by_type,
 )
+from longctx.kernels.clamped_swiglu import Clamped
+from longctx.layer.router import Router
+from longctx.layer.stack import ExpertLayout
 
 _EXPERTS = {
     "router": "mlp.gate.weight",

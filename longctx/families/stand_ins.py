@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longctx.layer.linear import dense, packed_state
 from longctx.families.matrices import stack_names
+from longctx.layer.linear import dense, packed_state
 
 
 @contextmanager

@@ -29,8 +29,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import TransformersKwargs
 
 from longctx.errors import many, one_line
-from longctx.layer.linear import packed_state
-from longctx.layer.passes import Traits
 from longctx.families.adapters import (
     WRAPPED,
     inner_modules,
@@ -54,6 +52,8 @@ from longctx.families.families import (
 from longctx.families.family import LAYER_NORM, LINEAR, Family, head_dim, kv_heads, part_of
 from longctx.families.look import look, whole_shape
 from longctx.families.vision import forward_names, is_joint, is_whole
+from longctx.layer.linear import packed_state
+from longctx.layer.passes import Traits
 
 _AFTER = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS = ("_forward_pre_hooks", *_AFTER)

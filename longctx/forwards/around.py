@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from transformers.utils import can_return_tuple
 
+from longctx.calls.caller import Caller, classifier_reads_padding
+from longctx.calls.hidden_states import asked as asked_states
 from longctx.constants import TOKEN_TYPES
 from longctx.errors import UserError
-from longctx.calls.caller import Caller, classifier_reads_padding
 from longctx.families.families import base_of, embedding_multiplier
+from longctx.families.vision import NotScheduled, SeenBothWays, named, of_images, sees_both_ways
 from longctx.forwards.base import output_class
 from longctx.forwards.causal import as_causal, causal_forward
 from longctx.forwards.said import check_untraced, untraced
-from longctx.calls.hidden_states import asked as asked_states
-from longctx.runtime.runtime import Runtime, runtime_of
 from longctx.images.shared_images import own_features
-from longctx.families.vision import NotScheduled, SeenBothWays, named, of_images, sees_both_ways
+from longctx.runtime.runtime import Runtime, runtime_of
 
 
 @as_causal

@@ -15,14 +15,14 @@ from torch import nn
 
 from longctx.errors import UserError
 from longctx.families.families import base_of, head_of, known_family
+from longctx.families.strangers import is_classifier, is_ours, replaceable
+from longctx.families.vision import joint_of
 from longctx.forwards.around import classifier_forward, joint_forward, whole_forward
 from longctx.forwards.base import base_forward
 from longctx.forwards.causal import REPLACED, causal_forward, fused_forward
 from longctx.forwards.modules import head_forward, layer_forward, norm_forward
 from longctx.forwards.said import known_runtime
-from longctx.families.strangers import is_classifier, is_ours, replaceable
 from longctx.images.tower import tower_forward, tower_of
-from longctx.families.vision import joint_of
 
 
 class Forward:

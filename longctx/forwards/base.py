@@ -13,11 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput, can_return_tuple
 
 from longctx.attention.documents import Documents, Parents
-from longctx.errors import UserError
 from longctx.calls.caller import Caller
-from longctx.families.families import family_of_class, known_family, mixes
-from longctx.forwards.said import HF_LAYERS, check_untraced, decline, known_runtime, untraced
-from longctx.forwards.scheduled import Deepstack, scheduled_forward
 from longctx.calls.hidden_states import NAME as HIDDEN_STATES
 from longctx.calls.hidden_states import asked as asked_states
 from longctx.calls.hidden_states import is_served, last_alone
@@ -25,9 +21,13 @@ from longctx.calls.parents import PARENTS
 from longctx.calls.positions import Positions, four_rows, positions_of, with_masks
 from longctx.calls.read_padding import padding_of
 from longctx.calls.routing import EXPERT_IDS, check_chosen
-from longctx.runtime.runtime import Runtime, runtime_of
+from longctx.errors import UserError
+from longctx.families.families import family_of_class, known_family, mixes
 from longctx.families.strangers import asks_for_router_logits, is_heard, why_not_scheduled
 from longctx.families.vision import NotScheduled, SeenBothWays
+from longctx.forwards.said import HF_LAYERS, check_untraced, decline, known_runtime, untraced
+from longctx.forwards.scheduled import Deepstack, scheduled_forward
+from longctx.runtime.runtime import Runtime, runtime_of
 
 _BOUNDS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """The arguments in which packing collators say where documents begin."""

@@ -13,26 +13,26 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from longctx.constants import IGNORE_INDEX
-from longctx.errors import UserError
-from longctx.head.logits import lazy_logits
-from longctx.head.loss import RowCount
 from longctx.calls.caller import Caller, labels_on_padding
-from longctx.families.families import base_of, head_of, logits_cap, logits_scaling
-from longctx.forwards.base import DOUBLE, output_class
-from longctx.forwards.said import check_untraced, decline, say, untraced
 from longctx.calls.hidden_states import asked as asked_states
-from longctx.families.look import look
 from longctx.calls.parents import PARENTS, check_labels
 from longctx.calls.read_padding import refuse_gradient
 from longctx.calls.routing import auxiliary_factor, balance_loss
-from longctx.runtime.runtime import Runtime, runtime_of
+from longctx.constants import IGNORE_INDEX
+from longctx.errors import UserError
+from longctx.families.families import base_of, head_of, logits_cap, logits_scaling
+from longctx.families.look import look
 from longctx.families.strangers import (
     asks_for_router_logits,
     changing_hooks,
     has_known_loss,
     why_not_chunked,
 )
+from longctx.forwards.base import DOUBLE, output_class
+from longctx.forwards.said import check_untraced, decline, say, untraced
+from longctx.head.logits import lazy_logits
+from longctx.head.loss import RowCount
+from longctx.runtime.runtime import Runtime, runtime_of
 
 REPLACED = "_longctx_replaced"
 """The attribute of a model that keeps the forward which `patch` found on it."""

@@ -13,19 +13,19 @@ from typing import Any
 from torch import Tensor
 
 from longctx.errors import UserError
+from longctx.families.adapters import with_adapters
+from longctx.families.families import family_of, layer_adapters, layer_weights
+from longctx.families.family import Family
+from longctx.families.stand_ins import dense_experts
+from longctx.families.strangers import gathers_weights
+from longctx.forwards.said import untraced
 from longctx.head.loss import linear_cross_entropy
 from longctx.layer.norm_spec import NormSpec
 from longctx.layer.parts.norms import final_norm
 from longctx.layer.passes import Added, Schedule
 from longctx.layer.schedule import scheduled_layer
 from longctx.memory.stream import bring_again
-from longctx.families.adapters import with_adapters
-from longctx.families.families import family_of, layer_adapters, layer_weights
-from longctx.families.family import Family
-from longctx.forwards.said import untraced
 from longctx.mixers.mixers import mixer_of
-from longctx.families.stand_ins import dense_experts
-from longctx.families.strangers import gathers_weights
 
 
 @untraced

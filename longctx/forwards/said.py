@@ -13,8 +13,8 @@ import torch
 
 from longctx.errors import UserError, print_rank0
 from longctx.families.families import base_of
-from longctx.runtime.runtime import Runtime, runtime_of
 from longctx.families.strangers import why_not_scheduled
+from longctx.runtime.runtime import Runtime, runtime_of
 
 _NO_TRACE = (
     "the schedule cannot be traced or transformed: longctx.unpatch(model) first, for torch.export, "

@@ -11,10 +11,14 @@ from torch import Tensor, nn
 from longctx.attention.documents import Documents, Parents
 from longctx.attention.images import with_images
 from longctx.attention.padding import sorted_rows
-from longctx.errors import print_rank0
-from longctx.layer.balance import Balance, RouterLogits, with_said
-from longctx.layer.passes import Added
 from longctx.calls.caller import Caller
+from longctx.calls.parents import check_positions
+from longctx.calls.positions import Positions
+from longctx.calls.read_padding import COMPUTED, ComputedPadding, with_means
+from longctx.calls.routing import chosen_of, times_of
+from longctx.calls.shared_prefixes import Sharing, spread
+from longctx.calls.shared_prefixes import found as found_prefixes
+from longctx.errors import print_rank0
 from longctx.families.families import (
     embedding_multiplier,
     embedding_of,
@@ -27,18 +31,14 @@ from longctx.families.families import (
     query_scale,
     rotary_embeddings,
 )
-from longctx.forwards.said import known_runtime, say
-from longctx.runtime.graphs import graphed
 from longctx.families.look import look
-from longctx.mixers.mixers import why_slow
-from longctx.calls.parents import check_positions
-from longctx.calls.positions import Positions
-from longctx.calls.read_padding import COMPUTED, ComputedPadding, with_means
-from longctx.calls.routing import chosen_of, times_of
-from longctx.runtime.runtime import Runtime, copied_keys, follows_positions, make_schedule
-from longctx.calls.shared_prefixes import Sharing, spread
-from longctx.calls.shared_prefixes import found as found_prefixes
 from longctx.families.strangers import why_not_scheduled
+from longctx.forwards.said import known_runtime, say
+from longctx.layer.balance import Balance, RouterLogits, with_said
+from longctx.layer.passes import Added
+from longctx.mixers.mixers import why_slow
+from longctx.runtime.graphs import graphed
+from longctx.runtime.runtime import Runtime, copied_keys, follows_positions, make_schedule
 
 Deepstack = tuple[Tensor, Sequence[Tensor]]  # (B, S) bool, (n, D) each
 

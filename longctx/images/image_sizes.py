@@ -23,8 +23,8 @@ from torch import nn
 
 from longctx.cost.images import Image, Tower
 from longctx.errors import UserError
-from longctx.images.tower import AFTER, FROZEN_PATCHES, PATCHES, tower_of
 from longctx.families.vision import towers
+from longctx.images.tower import AFTER, FROZEN_PATCHES, PATCHES, tower_of
 
 Size = tuple[int, int]
 """Width and height, in pixels."""

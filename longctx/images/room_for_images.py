@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from datasets import Dataset
 from transformers import PretrainedConfig
 
 from longctx.cost.images import Images
@@ -30,7 +29,9 @@ class SeenTokens(NamedTuple):
     mean: float
 
     @classmethod
-    def of(cls, rows: Dataset, pictures: Any) -> SeenTokens:
+    def of(cls, rows: Any, pictures: Any) -> SeenTokens:
+        """Counts them in a `datasets.Dataset` of rows; `pictures.seen` tells which tokens they
+        are."""
         found: list[int] = []
         for chunk in rows.data.column("input_ids").chunks:
             seen = pictures.seen(chunk.flatten().to_numpy())

@@ -27,10 +27,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from longctx.memory.store import gpu_share_bytes
 from longctx.calls.parents import PARENTS
-from longctx.images.pixels import fast_tower
 from longctx.families.vision import joint_of, named
+from longctx.images.pixels import fast_tower
+from longctx.memory.store import gpu_share_bytes
 
 PATCHES = 4096
 """Patches of a group of a tower that trains, unless an image or a frame has more, on a CPU. Each

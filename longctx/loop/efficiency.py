@@ -15,11 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from longctx.errors import UserError, print_rank0
 from longctx.any_model.beside import calling_trainer
-from longctx.runtime.runtime import patched_part
-from longctx.train.options.about import POSITIVE
-from longctx.train.options.limits import check_argument
+from longctx.errors import UserError, print_rank0
 from longctx.loop.metrics import (
     Throughput,
     attended,
@@ -27,6 +24,8 @@ from longctx.loop.metrics import (
     figures,
     parameters_in_matmuls,
 )
+from longctx.ranges import POSITIVE, check_argument
+from longctx.runtime.runtime import patched_part
 
 
 class EfficiencyCallback(TrainerCallback):

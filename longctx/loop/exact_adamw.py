@@ -27,16 +27,15 @@ import torch.distributed as dist
 from torch import nn
 
 from longctx.errors import UserError
+from longctx.families.adapters import inside_peft
+from longctx.images.room_for_images import SeenTokens, prepare
+from longctx.images.tower import tower_of
 from longctx.loop.lora_plus import has_adapters, with_rates
+from longctx.loop.states import place_states
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.place import Placement
-from longctx.families.adapters import inside_peft
+from longctx.ranges import COUNT, NOT_NEGATIVE, POSITIVE, check_argument
 from longctx.runtime.runtime import patched_part
-from longctx.images.tower import tower_of
-from longctx.train.options.about import COUNT, NOT_NEGATIVE, POSITIVE
-from longctx.train.options.limits import check_argument
-from longctx.images.room_for_images import SeenTokens, prepare
-from longctx.loop.states import place_states
 
 
 @dataclass(kw_only=True)

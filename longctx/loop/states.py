@@ -1,4 +1,4 @@
-"""The optimizer of a run without an engine: exact AdamW, its states placed by the run's budgets.
+"""Places the states of exact AdamW by budgets of memory.
 
 What goes where is decided in memory/decide.py; here it is done.
 """
@@ -7,61 +7,47 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from longctx.any_model.runtime import AnyRuntime, any_part, any_runtime_of
 from longctx.constants import GIB
 from longctx.cost.sizes import Batch
+from longctx.errors import UserError, print_rank0
+from longctx.families.blocks import language_models, state_blocks
+from longctx.families.families import base_of
+from longctx.families.strangers import why_not_scheduled
 from longctx.loop.collectives import all_reduce_min
 from longctx.loop.host_link import shared_link_bytes
-from longctx.errors import UserError, print_rank0
+from longctx.memory.decide import Decision, decide, decide_as_given, gpu_budget
 from longctx.memory.ladder import Budget, Step
 from longctx.memory.machine import host_budget, host_share_bytes
-from longctx.memory.place import Placement
+from longctx.memory.place import Place, Placement
 from longctx.memory.rates import gpu_rates
 from longctx.memory.settle import leaving_bytes
 from longctx.memory.states import BlockSpec
 from longctx.memory.store import free_gpu_bytes
 from longctx.memory.stream import StateStream
-from longctx.any_model.runtime import AnyRuntime, any_part, any_runtime_of
-from longctx.families.blocks import language_models, state_blocks
 from longctx.runtime.costs import StepTable
-from longctx.families.families import base_of
 from longctx.runtime.peers import peer_backend, peer_kind_of, peer_sizes
 from longctx.runtime.runtime import NO_RATES, chunks_loss, patched_part
-from longctx.families.strangers import why_not_scheduled
-from longctx.train.options.config import TrainArguments
-from longctx.train.options.task import TaskName, scored_tokens
-from longctx.memory.decide import Decision, decide, decide_as_given, gpu_budget
-from longctx.train.plan.given import Given
-
-ADAMW = ("adamw_torch", "adamw_torch_fused")
+from longctx.settings import TaskName, scored_tokens
 
 
-def uses_exact_states(args: TrainArguments, dtype: torch.dtype) -> bool:
-    """Whether a run without an engine trains with longctx's optimizer: by default where weights
-    have 16 bits, else where something is to live on the host.
+class GivenPlan(Protocol):
+    """A plan that was made before, whose places a run takes."""
 
-    Raises UserError for options that contradict each other.
-    """
-    asks = args.optimizer_states == "fp32" or args.place == "host" or args.gpu_memory_gib
-    if args.optimizer_states == "as_weights":
-        if args.place == "host" or args.save_fp32:
-            raise UserError(
-                "--place host and --save_fp32 are of exact states: leave out "
-                "--optimizer_states as_weights"
-            )
-        return False
-    if args.optim not in ADAMW or args.fp16 or args.optim_args:
-        if asks or (args.save_fp32 and dtype != torch.float32):
-            raise UserError(
-                "--optimizer_states fp32, --place host, --gpu_memory_gib and --save_fp32 are for "
-                "AdamW in bfloat16 or float32: leave out --optim, --optim_args and --fp16"
-            )
-        return False
-    return bool(asks) or dtype == torch.bfloat16
+    @property
+    def path(self) -> Path: ...
+
+    def places_of(self, specs: Sequence[BlockSpec]) -> list[Place]:
+        """Returns the places of these blocks."""
+
+    def step(self, step: Step) -> Step:
+        """Returns the step with the ladder and the cut of the plan."""
 
 
 class Placing(Protocol):
@@ -82,7 +68,7 @@ def place_states(
     model: Any,
     args: Placing,
     tokens: int,
-    given: Given | None = None,
+    given: GivenPlan | None = None,
     *,
     task: TaskName = "sft",
     head_movable: bool = True,
@@ -131,7 +117,7 @@ def _decided(
     budget: Budget,
     args: Placing,
     tokens: int,
-    given: Given | None,
+    given: GivenPlan | None,
     task: TaskName,
     link_bytes: float | None = None,
 ) -> Decision:

@@ -26,7 +26,7 @@ from longctx.cost.rates import Rates
 from longctx.cost.seconds import Falling, Hosted, priced
 from longctx.cost.table import INPUT, Keepable, Load, Phase, Table, load, stacked
 from longctx.memory.levels import Activity
-from longctx.train.options.model import Offload
+from longctx.settings import Offload
 
 MOST = 32
 """At most so many counts of layers are tried: all of them, else every second, third, and so on."""

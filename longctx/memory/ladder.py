@@ -38,7 +38,7 @@ from longctx.cost.table import INPUT, Load, load
 from longctx.memory.candidates import Candidates, Counted, candidates, sets, sparse, usual
 from longctx.memory.levels import Levels
 from longctx.memory.place import Place
-from longctx.train.options.model import Keeping, Offload
+from longctx.settings import Keeping, Offload
 
 Count = Callable[[Sizes, Batch], Tables]
 """Returns the tables of a model for a cut of its work."""

@@ -20,12 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, wrap_torch_function
 
-from longctx.kernels.causal_conv import MOST_TAPS, causal_conv
-from longctx.kernels.gated_norm import gated_norm
-from longctx.kernels.launch import runs_kernel
-from longctx.kernels.state_space import WIDEST, scan
-from longctx.layer.adapted import adapted_linear
-from longctx.layer.linear import packed_state
 from longctx.families.adapters import (
     QUANTISED,
     applied,
@@ -34,6 +28,12 @@ from longctx.families.adapters import (
     why_not_applied,
     why_not_dense,
 )
+from longctx.kernels.causal_conv import MOST_TAPS, causal_conv
+from longctx.kernels.gated_norm import gated_norm
+from longctx.kernels.launch import runs_kernel
+from longctx.kernels.state_space import WIDEST, scan
+from longctx.layer.adapted import adapted_linear
+from longctx.layer.linear import packed_state
 
 
 def _tensors(*args: Any, **kwargs: Any) -> list[Tensor]:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from longctx.kernels.state_space import WIDEST
-from longctx.layer.parts.mixer import State
 from longctx.families.families import layers_of
 from longctx.families.family import Family, part_of
+from longctx.kernels.state_space import WIDEST
+from longctx.layer.parts.mixer import State
 from longctx.mixers.mixer_kernels import (
     OurConvolution,
     our_adapters,

@@ -30,22 +30,33 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import is_fsdp_enabled
 
-from longctx.errors import UserError, print_rank0
-from longctx.families.adapters import inside_peft, keep_layout_
+from longctx.any_model.beside import calling_trainer, models_beside
+from longctx.any_model.parts import attach_parts, check_family, detach_loss
 from longctx.any_model.patch import OPTIONS as OF_ANY
 from longctx.any_model.patch import patch_any, unpatch_any
 from longctx.any_model.runtime import any_part
-from longctx.any_model.beside import calling_trainer, models_beside
+from longctx.errors import UserError, print_rank0
+from longctx.families.adapters import inside_peft, keep_layout_
 from longctx.families.families import base_of, head_of, mixes, not_known, score_cap
-from longctx.mixers.fla_kernels import prepare_fla, prepare_imported_fla
-from longctx.forwards.attach import attach, attach_around, detach
-from longctx.forwards.said import foretell
-from longctx.any_model.parts import attach_parts, check_family, detach_loss
-from longctx.runtime.runtime import Runtime, runtime_of
 from longctx.families.stand_ins import has_packed_experts
 from longctx.families.strangers import is_trls_head
-from longctx.train.options.model import Backend, ClassType, Keeping, Offload, PatchOptions
-from longctx.train.options.parts import FUSED, PARTS, SCHEDULE, WHOLE, check_names, chosen_parts
+from longctx.forwards.attach import attach, attach_around, detach
+from longctx.forwards.said import foretell
+from longctx.mixers.fla_kernels import prepare_fla, prepare_imported_fla
+from longctx.runtime.runtime import Runtime, runtime_of
+from longctx.settings import (
+    FUSED,
+    PARTS,
+    SCHEDULE,
+    WHOLE,
+    Backend,
+    ClassType,
+    Keeping,
+    Offload,
+    PatchOptions,
+    check_names,
+    chosen_parts,
+)
 from longctx.system import installed
 
 _NOT_ASKED = ("class_type", "seq_len")

@@ -31,10 +31,10 @@ from transformers import (
 
 from longctx.errors import UserError, print_rank0
 from longctx.families.families import FAMILIES, base_of, family_of_class, not_known
-from longctx.patching.patch import check_parts, checked_options, patch_custom, said_of
 from longctx.families.strangers import is_classifier_class
 from longctx.families.vision import PREFIXES, is_joint_class, is_whole_class
-from longctx.train.options.model import PatchOptions
+from longctx.patching.patch import check_parts, checked_options, patch_custom, said_of
+from longctx.settings import PatchOptions
 
 _PATCHED: dict[Any, PatchedClass] = {}
 """The classes that are patched now."""

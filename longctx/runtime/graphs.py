@@ -41,13 +41,6 @@ from longctx.attention.copied import MOST_BYTES
 from longctx.attention.documents import Documents, Keys
 from longctx.constants import GIB
 from longctx.errors import print_rank0
-from longctx.kernels.launch import once_differentiable
-from longctx.layer.adapters.protocol import Settings
-from longctx.layer.parts.norms import final_norm
-from longctx.layer.schedule import scheduled_layer
-from longctx.memory.ladder import DROPS
-from longctx.memory.store import free_gpu_bytes
-from longctx.memory.stream import Hook
 from longctx.families.adapters import with_adapters
 from longctx.families.families import (
     final_norm_of,
@@ -59,8 +52,15 @@ from longctx.families.families import (
     model_traits,
     rotary_embeddings,
 )
-from longctx.runtime.runtime import Runtime, follows_positions, make_schedule
 from longctx.families.strangers import why_not_scheduled
+from longctx.kernels.launch import once_differentiable
+from longctx.layer.adapters.protocol import Settings
+from longctx.layer.parts.norms import final_norm
+from longctx.layer.schedule import scheduled_layer
+from longctx.memory.ladder import DROPS
+from longctx.memory.store import free_gpu_bytes
+from longctx.memory.stream import Hook
+from longctx.runtime.runtime import Runtime, follows_positions, make_schedule
 
 MOST_GRAPHS = 4
 """Graphs of a model; the one that was used longest ago goes first."""

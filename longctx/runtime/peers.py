@@ -22,8 +22,7 @@ from longctx.families.adapters import Applied, applied, inside_peft, is_adapted,
 from longctx.families.blocks import decoder_layers, language_models
 from longctx.families.families import family_of, score_cap
 from longctx.families.family import MLP_WIDTH, head_dim, kv_heads
-from longctx.train.options.model import ClassType, PatchOptions
-from longctx.train.options.parts import FUSED, LAYER_PARTS
+from longctx.settings import FUSED, LAYER_PARTS, ClassType, PatchOptions
 
 FP32_WEIGHTS = {"mixtral", "glm4_moe"}
 """The families whose routers give weights in fp32 in Hugging Face's code; others round them."""

@@ -24,25 +24,15 @@ from longctx.attention.prefixes import Prefixed
 from longctx.attention.protocol import Attention
 from longctx.attention.sharded import Sharded
 from longctx.attention.shards import Shards
+from longctx.calls.caller import Caller
+from longctx.calls.positions import rows_of
 from longctx.cost.dims import Adapted, LayerKind, Mixed
 from longctx.cost.fitted import GRAPHED_TOKENS, MIXERS
 from longctx.cost.kept import describe, run_again, uniform
 from longctx.cost.rates import AttentionRates, Rates
 from longctx.cost.sizes import Batch, Cut, Sizes, default_head_groups, default_tile_tokens, kinds_of
 from longctx.errors import UserError
-from longctx.layer.linear import packed_state
-from longctx.layer.parts.table import parts_of
-from longctx.layer.passes import Rope, Schedule, Traits
-from longctx.layer.weights import MIXER
-from longctx.memory.ladder import Budget, Chosen, Step, choose, host_bytes
-from longctx.memory.levels import pending_levels
-from longctx.memory.pending import Pending, pending_bytes
-from longctx.memory.place import usable_bytes
-from longctx.memory.rates import gpu_rates
-from longctx.memory.store import ActivationStore, free_gpu_bytes
 from longctx.families.adapters import Applied
-from longctx.calls.caller import Caller
-from longctx.runtime.costs import StepTable
 from longctx.families.families import (
     base_of,
     embedding_of,
@@ -63,11 +53,20 @@ from longctx.families.families import (
 )
 from longctx.families.family import Family, head_dim, kv_heads, mlp_width
 from longctx.families.look import look, whole_shape
-from longctx.mixers.mixers import graph_of
-from longctx.calls.positions import rows_of
 from longctx.families.strangers import gathers_weights, why_not_chunked
-from longctx.train.options.model import PatchOptions
-from longctx.train.options.task import TaskName, scored_tokens
+from longctx.layer.linear import packed_state
+from longctx.layer.parts.table import parts_of
+from longctx.layer.passes import Rope, Schedule, Traits
+from longctx.layer.weights import MIXER
+from longctx.memory.ladder import Budget, Chosen, Step, choose, host_bytes
+from longctx.memory.levels import pending_levels
+from longctx.memory.pending import Pending, pending_bytes
+from longctx.memory.place import usable_bytes
+from longctx.memory.rates import gpu_rates
+from longctx.memory.store import ActivationStore, free_gpu_bytes
+from longctx.mixers.mixers import graph_of
+from longctx.runtime.costs import StepTable
+from longctx.settings import PatchOptions, TaskName, scored_tokens
 
 logger = logging.getLogger("longctx")
 NO_RATES = Rates(1.0, 1.0, 1.0, AttentionRates(1.0, 1.0))

@@ -26,8 +26,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from longctx.errors import UserError, on_terminal, printable, survive_lost_output
-from longctx.train.safety.exhausted import refusal
 from longctx.noise import hide_noise
+from longctx.train.safety.exhausted import refusal
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.errors import UserError
+from longctx.system import installed
 from longctx.train.options.config import ModelArguments
 from longctx.train.report.page import (
     figure,
@@ -46,7 +47,6 @@ from longctx.train.report.page import (
     with_ending,
     write_page,
 )
-from longctx.system import installed
 from profiling.bench import step_bench
 from profiling.bench.peers import CHECKPOINTING
 from profiling.bench.runner import ROOT, Case, Row, run_child

@@ -95,9 +95,9 @@ def made(case: Case, sizes: dict[str, Any], device: str, dtype: Any) -> Any:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     import longctx
-    from longctx.train.lora.quantise import quantise_
     from longctx.families.families import base_of
     from longctx.families.vision import towers
+    from longctx.train.lora.quantise import quantise_
     from profiling.bench.peers import keep
 
     config = AutoConfig.for_model("qwen3_vl", **copy.deepcopy(sizes))

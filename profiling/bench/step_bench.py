@@ -233,8 +233,8 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
     """Rows of the results, a row per length, from this process (one per GPU)."""
     import torch
 
-    from longctx.memory.machine import available_host_bytes
     from longctx.loop.states import limit_gpu
+    from longctx.memory.machine import available_host_bytes
     from profiling.build import PhaseMarks, build_trainer
 
     if case["engine"] != "plain" and case["gpu_gib"]:
@@ -325,8 +325,8 @@ class Stopwatch:
     def _memory(self) -> dict[str, float]:
         import torch
 
-        from longctx.memory.machine import held_host_bytes
         from longctx.loop.metrics import peak_memory
+        from longctx.memory.machine import held_host_bytes
 
         gib = {"host_gib": held_host_bytes() / GIB}
         if self.on_gpu:
@@ -350,9 +350,9 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
     import torch
 
     from longctx.cost.flops import mfu, step_flops
+    from longctx.loop.metrics import attended, device_peak_flops
     from longctx.memory.machine import cgroup_limit_bytes
     from longctx.runtime.runtime import patched_part
-    from longctx.loop.metrics import attended, device_peak_flops
     from profiling.build import RandomRows
 
     times = ("fwd_s", "bwd_s", "opt_s", "step_s")

@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import AutoConfig
 
 import longctx
-from longctx.errors import UserError
 from longctx.any_model.masks import Seen, longctx_mask
+from longctx.any_model.narrow import FEATURES, narrowed
 from longctx.any_model.patch import any_attention
 from longctx.any_model.probe import find_loss, why_not_our_attention
-from longctx.families.classes import class_of
-from longctx.any_model.narrow import FEATURES, narrowed
 from longctx.any_model.specimen import Specimen, outline
+from longctx.errors import UserError
+from longctx.families.classes import class_of
 
 LENGTHS = (9, 5, 10)
 OURS = ("llama", "deepseek_v3", "mistral", "gemma2", "gemma4_text", "gpt_oss", "phi3", "nanochat")

@@ -14,17 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import longctx
+from longctx.any_model import measured
+from longctx.any_model.measured import Point, measured_layers, own_weights
+from longctx.any_model.specimen import Specimen, kind_of, outline
 from longctx.cost.dims import Measured, Spent
 from longctx.cost.peak import LIBRARY_BYTES, peak, phases
 from longctx.cost.sizes import Batch
-from longctx.memory.place import Place, PlacedStates
-from longctx.any_model import measured
-from longctx.any_model.measured import Point, measured_layers, own_weights
 from longctx.families.blocks import decoder_layers, state_blocks
 from longctx.families.classes import class_of
+from longctx.memory.place import Place, PlacedStates
 from longctx.runtime.costs import StepTable
 from longctx.runtime.peers import as_measured, peer_sizes
-from longctx.any_model.specimen import Specimen, kind_of, outline
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 CPU = torch.device("cpu")

@@ -12,12 +12,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from exactness import DEVICE
-from longctx.train.data.rows import collate
+from longctx.any_model.packed import why_joined, with_short_windows
+from longctx.any_model.specimen import POOL_NUMBERS, Specimen, _view, outline
+from longctx.calls.positions import keep_documents_apart
 from longctx.families.classes import class_of
 from longctx.families.families import mixes
-from longctx.any_model.packed import why_joined, with_short_windows
-from longctx.calls.positions import keep_documents_apart
-from longctx.any_model.specimen import POOL_NUMBERS, Specimen, _view, outline
+from longctx.train.data.rows import collate
 
 ROUNDING = 1e-5 if DEVICE == "cpu" else 1e-4
 """Of fp32: kernels of GPUs for recurrences, which transformers takes where it finds them, multiply

@@ -19,13 +19,12 @@ from transformers.models.llama import modeling_llama
 
 import longctx
 from exactness import DEVICE
-from longctx.errors import UserError
 from longctx.any_model import parts
-from longctx.forwards import causal
 from longctx.any_model.parts import why_not_part
+from longctx.errors import UserError
+from longctx.forwards import causal
 from longctx.patching.patch import check_parts, patch_as
-from longctx.train.options.model import PatchOptions
-from longctx.train.options.parts import FUSED, PARTS, WHOLE
+from longctx.settings import FUSED, PARTS, WHOLE, PatchOptions
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 DEVICE = torch.device(DEVICE)

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 import longctx
-from longctx.errors import UserError
 from longctx.calls.hidden_states import NotKept
+from longctx.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 LAYERS = 2

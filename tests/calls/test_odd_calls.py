@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import longctx
 from longctx.errors import UserError
-from longctx.layer.parts import norms
 from longctx.families.strangers import why_not_scheduled
+from longctx.layer.parts import norms
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 IDS = packed_batch()["input_ids"]

@@ -21,8 +21,8 @@ from transformers import (
 
 import longctx
 from exactness import DEVICE, relative_error
-from longctx.errors import UserError
 from longctx.calls import read_padding
+from longctx.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 S = 40

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 import longctx
 from longctx.attention.documents import Documents
 from longctx.calls import shared_prefixes
+from longctx.calls.shared_prefixes import best_groups, found, spread
 from longctx.forwards import modules
 from longctx.patching.patch import patch_as
-from longctx.calls.shared_prefixes import best_groups, found, spread
-from longctx.train.options.model import PatchOptions
+from longctx.settings import PatchOptions
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 VOCAB = 64

@@ -22,8 +22,8 @@ from small_tokenizer import small_tokenizer
 from transformers import DataCollatorForLanguageModeling, EvalPrediction, Trainer, TrainingArguments
 
 import longctx
-from longctx.head import logits
 from longctx.calls import shared_prefixes
+from longctx.head import logits
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

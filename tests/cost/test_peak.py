@@ -17,14 +17,14 @@ from longctx.constants import GIB
 from longctx.cost.kept import Keep
 from longctx.cost.peak import Phase, phases
 from longctx.cost.sizes import Batch
+from longctx.families.blocks import state_blocks
+from longctx.memory.decide import Decision, decide
 from longctx.memory.ladder import Budget
 from longctx.memory.place import PlacedStates
-from longctx.families.blocks import state_blocks
-from longctx.runtime.costs import StepTable
 from longctx.patching.patch import patch_as
+from longctx.runtime.costs import StepTable
 from longctx.runtime.runtime import model_sizes
-from longctx.train.options.model import PatchOptions
-from longctx.memory.decide import Decision, decide
+from longctx.settings import PatchOptions
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

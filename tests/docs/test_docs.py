@@ -20,8 +20,8 @@ from figures import MARK
 from paths import ROOT
 
 import longctx.train.report.plan as plan_command
-from longctx.train.cli import COMMANDS
 from longctx.errors import UserError
+from longctx.train.cli import COMMANDS
 from longctx.train.options.config import parse_flags
 from longctx.train.program import Parser
 

@@ -33,10 +33,10 @@ from transformers import AutoModelForCausalLM
 import longctx
 from exactness import DEVICE
 from longctx.errors import UserError
-from longctx.layer.adapters.lora import Lora
 from longctx.families.families import FAMILIES as FAMILY_OF
 from longctx.families.families import layer_adapters, layers_of
 from longctx.families.strangers import why_not_scheduled
+from longctx.layer.adapters.lora import Lora
 from longctx.train.options.config import ModelArguments
 from longctx.train.start.loading import load_config
 

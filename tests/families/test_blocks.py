@@ -19,13 +19,13 @@ from transformers import (
     Qwen2Config,
 )
 
-from longctx.train.lora.quantise import quantise_
+from longctx.families.blocks import decoder_layers, state_blocks
+from longctx.families.vision import rest_, towers
 from longctx.memory.place import moment_of
 from longctx.memory.states import BlockSpec
-from longctx.families.blocks import decoder_layers, state_blocks
 from longctx.patching.patch import patch_as
-from longctx.families.vision import rest_, towers
-from longctx.train.options.model import PatchOptions
+from longctx.settings import PatchOptions
+from longctx.train.lora.quantise import quantise_
 
 SIZES = dict(
     vocab_size=101,

@@ -26,10 +26,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import longctx
 from exactness import DEVICE
-from longctx.layer.adapters import dora
 from longctx.families.families import FAMILIES
-from longctx.forwards import modules
 from longctx.families.strangers import why_not_scheduled
+from longctx.forwards import modules
+from longctx.layer.adapters import dora
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("reference_kernels")

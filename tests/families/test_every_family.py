@@ -40,16 +40,16 @@ from transformers import AutoModelForCausalLM
 
 import longctx
 from exactness import DEVICE
+from longctx.calls.positions import keep_documents_apart
 from longctx.cost.sizes import Batch
 from longctx.cost.table import load
 from longctx.errors import UserError
-from longctx.runtime.costs import StepTable
 from longctx.families.families import has_windows, score_cap, windows
-from longctx.patching.patch import patch_as
-from longctx.calls.positions import keep_documents_apart
 from longctx.families.strangers import why_not_scheduled
+from longctx.patching.patch import patch_as
+from longctx.runtime.costs import StepTable
+from longctx.settings import PatchOptions
 from longctx.train.options.config import ModelArguments
-from longctx.train.options.model import PatchOptions
 from longctx.train.plan.predict import Run, Subject
 from longctx.train.start.loading import load_config
 

@@ -13,7 +13,7 @@ from test_every_family import trio
 import longctx
 from exactness import relative_error
 from longctx.runtime.runtime import model_sizes, runtime_of
-from longctx.train.options.model import PatchOptions
+from longctx.settings import PatchOptions
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("reference_kernels")

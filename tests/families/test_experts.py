@@ -30,11 +30,11 @@ from exactness import DEVICE, relative_error
 from longctx.cost.sizes import Batch
 from longctx.cost.table import load
 from longctx.errors import UserError
-from longctx.layer.router import weights_of
-from longctx.runtime.costs import StepTable
 from longctx.families.families import layers_of, model_traits
 from longctx.families.family import part_of
 from longctx.families.strangers import why_not_scheduled
+from longctx.layer.router import weights_of
+from longctx.runtime.costs import StepTable
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan.predict import Run, Subject
 

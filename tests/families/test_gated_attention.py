@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import longctx
 from exactness import DEVICE
 from longctx.families.families import FAMILIES, family_of
-from longctx.patching.patch import patch_as
 from longctx.families.strangers import why_not_scheduled
-from longctx.train.options.model import PatchOptions
+from longctx.patching.patch import patch_as
+from longctx.settings import PatchOptions
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

@@ -13,15 +13,15 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from longctx.cost.sizes import Batch
 from longctx.errors import UserError
-from longctx.layer.adapters.lora import adapters_cost
-from longctx.train.lora.quantise import check_experts
-from longctx.runtime import runtime
 from longctx.families.adapters import Applied
 from longctx.families.matrices import active_shares, linears, stacks
-from longctx.runtime.runtime import model_sizes
-from longctx.train.options.config import ModelArguments
-from longctx.train.options.model import PatchOptions
+from longctx.layer.adapters.lora import adapters_cost
 from longctx.loop.metrics import parameters_in_matmuls
+from longctx.runtime import runtime
+from longctx.runtime.runtime import model_sizes
+from longctx.settings import PatchOptions
+from longctx.train.lora.quantise import check_experts
+from longctx.train.options.config import ModelArguments
 
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),

@@ -29,10 +29,10 @@ from transformers import AutoModelForCausalLM
 import longctx
 from exactness import DEVICE
 from longctx.errors import UserError
+from longctx.families.strangers import why_not_scheduled
 from longctx.layer.linear import stacked
 from longctx.layer.parts.table import parts_of
 from longctx.layer.weights import Weights
-from longctx.families.strangers import why_not_scheduled
 from longctx.train.options.config import ModelArguments
 from longctx.train.start.loading import load_config
 

@@ -25,12 +25,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from longctx.errors import UserError
 from longctx.families.families import FAMILIES
 from longctx.families.family import Family, part_of
-from longctx.forwards.base import output_class
 from longctx.families.hybrids import HYBRIDS
-from longctx.patching.patch import patch_as
 from longctx.families.strangers import asks_for_router_logits, why_not_scheduled
+from longctx.forwards.base import output_class
+from longctx.patching.patch import patch_as
+from longctx.settings import PatchOptions
 from longctx.train.options.config import TrainArguments
-from longctx.train.options.model import PatchOptions
 from longctx.train.trainer.trainer import LongTrainer
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")

@@ -15,9 +15,9 @@ from transformers import AutoModelForImageTextToText
 
 import longctx
 from longctx.errors import UserError
-from longctx.memory.stream import StateStream
 from longctx.families.blocks import SEEING
 from longctx.families.vision import joint_of, towers
+from longctx.memory.stream import StateStream
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 ROWS: list[Any] = [[[5]], [[3, 25], [20]], [[], []], [[4, 22], [9]]]

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from longctx.cost.images import Images
 from longctx.errors import UserError
 from longctx.families.classes import without_storage
-from longctx.images.image_sizes import KINDS, image_of, tower_sizes
 from longctx.families.vision import PREFIXES, joint_of, towers
+from longctx.images.image_sizes import KINDS, image_of, tower_sizes
 from longctx.train.options.config import ModelArguments
 from longctx.train.start.loading import load_config
 

@@ -33,9 +33,9 @@ from small_vision import (
 from torch import Tensor
 
 import longctx
+from longctx.calls.positions import rows_of
 from longctx.cost.kept import Keep
 from longctx.errors import UserError
-from longctx.calls.positions import rows_of
 from longctx.runtime.runtime import patched_part
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")

@@ -12,9 +12,9 @@ from small_vision import IMAGE, KINDS, vision_config, vision_model
 
 import longctx
 from longctx.images.image_sizes import image_of, tower_sizes
-from longctx.runtime.runtime import runtime_of
-from longctx.images.tower import patches_of, tower_of
 from longctx.images.room_for_images import USUAL, SeenTokens, image_bytes, prepare
+from longctx.images.tower import patches_of, tower_of
+from longctx.runtime.runtime import runtime_of
 
 PICTURES = SimpleNamespace(seen=lambda ids: ids == IMAGE)
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from longctx.kernels.annotate import annotate, annotated, each
 from longctx.patching.patch import patch_as
-from longctx.train.options.model import PatchOptions
+from longctx.settings import PatchOptions
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

@@ -22,6 +22,7 @@ from exactness import relative_error
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
 from longctx.cost.kept import Keep
+from longctx.families.families import layers_of
 from longctx.kernels import launch
 from longctx.kernels.state_space import CHUNK
 from longctx.layer import segments as cutting
@@ -30,7 +31,6 @@ from longctx.layer.passes import Schedule, Traits
 from longctx.layer.schedule import scheduled_layer
 from longctx.layer.segments import kept_states, segments
 from longctx.memory.store import ActivationStore
-from longctx.families.families import layers_of
 from longctx.mixers.mixers import IN_TORCH, WITH_KERNELS, Carried, ModelsMixer, graph_of
 
 pytestmark = [pytest.mark.usefixtures("reference_kernels"), IN_TORCH_ALONE]

@@ -40,8 +40,8 @@ from longctx.errors import UserError
 from longctx.layer.parts.attention import SelfAttention
 from longctx.layer.parts.mlp import MLP
 from longctx.patching.patch import patch_as
+from longctx.settings import PatchOptions
 from longctx.train.options.config import ModelArguments
-from longctx.train.options.model import PatchOptions
 from longctx.train.start.loading import load_config
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")

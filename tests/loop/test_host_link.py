@@ -11,10 +11,9 @@ import pytest
 import torch
 from small_run import on_ranks
 
-from longctx.loop import host_link
+from longctx.loop import host_link, states
 from longctx.loop.host_link import shared_link_bytes
 from longctx.train.trainer import callbacks
-from longctx.loop import states
 from longctx.train.trainer.callbacks import Reserve
 
 CPU = torch.device("cpu")

@@ -23,7 +23,6 @@ from cost_sizes import SETS
 from small_states import TOKENS, Placed, anywhere, batch, everything_on_gpu, hosted, llama, place
 from torch import Tensor
 
-from longctx.train.lora.quantise import quantise_
 from longctx.memory import guard as guarding
 from longctx.memory import store as storing
 from longctx.memory import stream as streaming
@@ -31,6 +30,7 @@ from longctx.memory.gradients import WatchedGradients
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.states import Block
 from longctx.memory.stream import Compute, Lane
+from longctx.train.lora.quantise import quantise_
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 STEPS = 3

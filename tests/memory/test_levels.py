@@ -24,8 +24,8 @@ from longctx.memory.place import (
     window_bytes,
 )
 from longctx.patching.patch import patch_as
+from longctx.settings import PatchOptions
 from longctx.train.options.config import ModelArguments
-from longctx.train.options.model import PatchOptions
 from longctx.train.start.loading import load_config
 
 UNIT = 2**28

@@ -21,11 +21,11 @@ from small_states import (
 from torch import Tensor
 
 from exactness import DEVICE
+from longctx.families.blocks import state_blocks
 from longctx.memory.place import Place
 from longctx.memory.settle import HostRoom
 from longctx.memory.slab import LINE
 from longctx.memory.states import Block
-from longctx.families.blocks import state_blocks
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 BF16 = torch.bfloat16

@@ -21,8 +21,8 @@ from longctx.errors import UserError
 from longctx.memory.slab import PinnedSlab
 from longctx.memory.store import ActivationStore
 from longctx.patching.patch import patch_as, unpatch
+from longctx.settings import PatchOptions
 from longctx.train.options.config import ModelArguments
-from longctx.train.options.model import PatchOptions
 from longctx.train.start.loading import load_config
 from profiling.bench.slab_bench import fork
 

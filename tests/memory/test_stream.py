@@ -12,12 +12,12 @@ import torch
 from small_states import Placed, batch, everything_on_gpu, llama, nothing_on_gpu, place
 
 from exactness import DEVICE
-from longctx.train.lora.quantise import quantise_
 from longctx.memory import stream as streaming
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.place import AHEAD, RING, Place
 from longctx.memory.states import Block
 from longctx.memory.stream import StateStream, _copy
+from longctx.train.lora.quantise import quantise_
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

@@ -16,7 +16,7 @@ from longctx.errors import UserError
 from longctx.kernels.delta_rule import chunk_gradients
 from longctx.mixers import fla_kernels
 from longctx.patching.patch import patch_as
-from longctx.train.options.model import PatchOptions
+from longctx.settings import PatchOptions
 
 
 class Mode(Enum):

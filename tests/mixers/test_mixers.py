@@ -29,19 +29,19 @@ from transformers import AutoModelForCausalLM
 import longctx
 from exactness import FACTOR, relative_error
 from longctx.attention.documents import Documents
+from longctx.calls import shared_prefixes
+from longctx.calls.positions import keep_documents_apart
 from longctx.cost.kept import asked
 from longctx.cost.sizes import Batch
 from longctx.cost.table import load
 from longctx.errors import UserError
+from longctx.families.families import base_of
+from longctx.families.strangers import why_not_scheduled
 from longctx.layer import segments as cutting
 from longctx.memory.store import ActivationStore
 from longctx.mixers import mixers
-from longctx.calls import shared_prefixes
-from longctx.runtime.costs import StepTable
-from longctx.families.families import base_of
 from longctx.mixers.mixers import ModelsMixer, why_slow
-from longctx.calls.positions import keep_documents_apart
-from longctx.families.strangers import why_not_scheduled
+from longctx.runtime.costs import StepTable
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan.predict import Run, Subject
 

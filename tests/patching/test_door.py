@@ -29,8 +29,8 @@ import longctx
 from longctx.errors import UserError
 from longctx.head import logits
 from longctx.patching.patch import OPTIONS, patch_as
+from longctx.settings import PatchOptions
 from longctx.train.options.config import ModelArguments
-from longctx.train.options.model import PatchOptions
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 Batch = dict[str, Any]

@@ -16,7 +16,7 @@ from transformers import (
 
 from longctx.head.logits import LazyLogits
 from longctx.patching.patch import patch_as
-from longctx.train.options.model import PatchOptions
+from longctx.settings import PatchOptions
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

@@ -33,7 +33,7 @@ from longctx.kernels import launch
 from longctx.layer import schedule
 from longctx.memory.store import ActivationStore
 from longctx.patching.patch import patch_as
-from longctx.train.options.model import PatchOptions
+from longctx.settings import PatchOptions
 
 GIB = 2**30
 WEIGHTS, STATES, UNKNOWN, GRADIENT = 0x1000, 0x2000, 0x3000, 0x9000

@@ -15,8 +15,8 @@ from matplotlib import image
 from small_run import prepare
 from transformers import LlamaForCausalLM
 
-from longctx.train.commands import train
 from longctx.errors import UserError
+from longctx.train.commands import train
 from profiling.bench import smollm2, weights_moved
 
 

@@ -28,8 +28,8 @@ from longctx.cost.table import Work, load
 from longctx.kernels.norm import norm_forward
 from longctx.layer import norm_spec
 from longctx.patching.patch import patch_as
+from longctx.settings import PatchOptions
 from longctx.train.options.config import ModelArguments
-from longctx.train.options.model import PatchOptions
 from longctx.train.start.loading import load_config
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")

@@ -16,8 +16,8 @@ from rich.markdown import Markdown
 from rich.markup import escape
 from rich.table import Table
 
-from longctx.train import cli
 from longctx.errors import UserError, did_you_mean, on_terminal
+from longctx.train import cli
 from longctx.train.options.shipped import files
 from longctx.train.program import Parser
 

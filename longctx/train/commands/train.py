@@ -16,6 +16,8 @@ from typing import IO, Any, NamedTuple
 
 from transformers import PretrainedConfig, set_seed
 
+from longctx.errors import UserError, print_rank0
+from longctx.images.room_for_images import SeenTokens, prepare
 from longctx.train.data.rows import (
     as_arrays,
     build_dataset,
@@ -31,9 +33,13 @@ from longctx.train.data.text.tokenizer import load_tokenizer
 from longctx.train.data.text.trial import varies
 from longctx.train.engines import check_resume
 from longctx.train.engines.protocol import Engine
-from longctx.errors import UserError, print_rank0
 from longctx.train.loading.pretrained import read_config, weights_identity
-from longctx.train.options.config import DataArguments, ModelArguments, TrainArguments, explained_options
+from longctx.train.options.config import (
+    DataArguments,
+    ModelArguments,
+    TrainArguments,
+    explained_options,
+)
 from longctx.train.options.shipped import SHARE
 from longctx.train.output import FINAL, checkpoint_step
 from longctx.train.output.card import model_card
@@ -53,21 +59,26 @@ from longctx.train.report.done import summarise
 from longctx.train.report.example import numbered_pictures, show_example
 from longctx.train.report.predicted import Foreseen, foresee
 from longctx.train.report.sample import sample
-from longctx.train.trainer.callbacks import RunFile
 from longctx.train.start.described import describe_run
 from longctx.train.start.documents import needs_one_document
 from longctx.train.start.eyes import Eyes, check_no_vision, check_shared_rows, eyes_of, use_workers
-from longctx.train.start.loading import check_request, compute_dtype, load_config, load_model, saved_bytes
-from longctx.train.trainer.oom import explained_oom, explained_oom_of_weights
+from longctx.train.start.loading import (
+    check_request,
+    compute_dtype,
+    load_config,
+    load_model,
+    saved_bytes,
+)
 from longctx.train.start.options import check_layers, check_rows, check_towers, parse_args
 from longctx.train.start.picture_batches import Batches, PictureCollator, Pictured
 from longctx.train.start.reference import References, check_reference
-from longctx.images.room_for_images import SeenTokens, prepare
 from longctx.train.start.teacher import check_teacher, load_teacher, teacher_identity
 from longctx.train.start.trackers import tracked_as, tracked_name
-from longctx.train.trainer.trainer import LongTrainer
 from longctx.train.tasks import make_task
 from longctx.train.tasks.protocol import Task
+from longctx.train.trainer.callbacks import RunFile
+from longctx.train.trainer.oom import explained_oom, explained_oom_of_weights
+from longctx.train.trainer.trainer import LongTrainer
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 QUICKSTART = SHARE / "recipes/quickstart.yaml"

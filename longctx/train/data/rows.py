@@ -31,6 +31,8 @@ from datasets.utils import tqdm
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from longctx.errors import UserError, many, print_rank0, shortened
+from longctx.system import expanded
 from longctx.train.data.chat.rendering import lines_of
 from longctx.train.data.pack.cache import (
     cache_path,
@@ -45,7 +47,13 @@ from longctx.train.data.pack.cache import (
     write_arrow,
     write_text,
 )
-from longctx.train.data.pack.packing import ROW_FEATURES, PackingStats, check_trainable, lengthened, pack
+from longctx.train.data.pack.packing import (
+    ROW_FEATURES,
+    PackingStats,
+    check_trainable,
+    lengthened,
+    pack,
+)
 from longctx.train.data.pack.packing_groups import (
     GROUP_ROW_FEATURES,
     GroupStats,
@@ -78,9 +86,7 @@ from longctx.train.data.text.tokens import (
     pieces_of,
     tokens_of,
 )
-from longctx.errors import UserError, many, print_rank0, shortened
 from longctx.train.options.config import DataArguments
-from longctx.system import expanded
 
 if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
     from longctx.train.data.pictures.processor import Pictures

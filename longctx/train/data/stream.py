@@ -13,6 +13,7 @@ from typing import Any
 from datasets import IterableDataset
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from longctx.errors import UserError, print_rank0, shortened
 from longctx.train.data.chat.rendering import lines_of
 from longctx.train.data.pack.packing import (
     ROW_FEATURES,
@@ -27,7 +28,6 @@ from longctx.train.data.reading.unread_media import unread_line
 from longctx.train.data.reading.values import read_row
 from longctx.train.data.text.encoding import encode, pad_token_id
 from longctx.train.data.text.remarks import media_tokens, token_line, token_of_media
-from longctx.errors import UserError, print_rank0, shortened
 from longctx.train.options.config import DataArguments
 
 SHUFFLE_BUFFER_DOCUMENTS = 256

@@ -16,11 +16,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from longctx.errors import UserError
 from longctx.train.engines.deepspeed import DeepSpeed
 from longctx.train.engines.fsdp import FSDP2
 from longctx.train.engines.plain import Plain
 from longctx.train.engines.protocol import Engine
-from longctx.errors import UserError
 from longctx.train.options.config import TrainArguments
 
 ENGINES: tuple[type[Engine], ...] = (DeepSpeed, FSDP2, Plain)

@@ -26,22 +26,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
-from longctx.train.engines.builds import build_one_at_a_time
-from longctx.loop.collectives import (
-    become_one_process,
-    gathered_bytes,
-    layers_of,
-    whole_numel,
-)
-from longctx.train.engines.layout import Layout, moments_bytes, zero_layout
-from longctx.train.engines.protocol import Engine
 from longctx.errors import UserError
+from longctx.loop.collectives import become_one_process, whole_numel
 from longctx.memory.pending import Pending, trained_bytes_on_gpu
-from longctx.train.options.config import TrainArguments, explained_options, means_no, read_settings
-from longctx.train.options.shipped import find
 from longctx.noise import show_greeting
 from longctx.packages import pip_install
 from longctx.system import installed
+from longctx.train.engines.builds import build_one_at_a_time
+from longctx.train.engines.gathered import gathered_bytes, layers_of
+from longctx.train.engines.layout import Layout, moments_bytes, zero_layout
+from longctx.train.engines.protocol import Engine
+from longctx.train.options.config import TrainArguments, explained_options, means_no, read_settings
+from longctx.train.options.shipped import find
 
 if TYPE_CHECKING:  # it imports datasets
     from transformers import Trainer

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from longctx.train.engines.protocol import Engine
 from longctx.errors import print_rank0
 from longctx.memory.store import free_gpu_bytes
+from longctx.train.engines.protocol import Engine
 from longctx.train.options.config import TrainArguments
 from longctx.train.program import started_as
 

@@ -29,11 +29,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from longctx.errors import UserError
 from longctx.loop.collectives import destroy_process_group
+from longctx.memory.pending import Pending, pending_bytes
 from longctx.train.engines.layout import Layout
 from longctx.train.engines.rows import asked_parallelism, share_rows
-from longctx.errors import UserError
-from longctx.memory.pending import Pending, pending_bytes
 from longctx.train.options.config import TrainArguments
 from longctx.train.options.limits import given
 

@@ -18,6 +18,10 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from longctx.errors import UserError, one_line, print_rank0, shortened
+from longctx.families.classes import auto_class, is_classifier
+from longctx.noise import hidden_report
+from longctx.packages import pip_install
+from longctx.system import expanded, installed
 from longctx.train.loading import quantised
 from longctx.train.loading.sizes import check_raw_sizes, check_sizes, experts_of
 from longctx.train.loading.weights import (
@@ -32,13 +36,9 @@ from longctx.train.loading.weights import (
     unread_of_gguf,
     weight_files,
 )
-from longctx.families.classes import auto_class, is_classifier
-from longctx.train.options.model import ModelSource
+from longctx.train.options.source import ModelSource
 from longctx.train.safety.checksum import checksums
 from longctx.train.safety.files import refuse_odd, refuse_run
-from longctx.noise import hidden_report
-from longctx.packages import pip_install
-from longctx.system import expanded, installed
 
 
 def read_config(source: ModelSource, *, makes_dense: bool = True) -> PretrainedConfig:

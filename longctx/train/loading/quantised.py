@@ -22,9 +22,9 @@ from transformers import PretrainedConfig
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from longctx.errors import UserError, print_rank0
-from longctx.train.loading.weights import holds_nf4, quantization
 from longctx.families.vision import PREFIXES
-from longctx.train.options.model import ModelSource
+from longctx.train.loading.weights import holds_nf4, quantization
+from longctx.train.options.source import ModelSource
 
 _IN_MXFP4 = {"gpt_oss"}
 """The types of models for which transformers has names of blocks and scales."""

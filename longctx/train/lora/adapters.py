@@ -34,9 +34,9 @@ from longctx.families.matrices import linears, stacks
 from longctx.families.stand_ins import shaped_experts
 from longctx.families.strangers import why_not_scheduled
 from longctx.families.vision import towers
-from longctx.train.options.config import ModelArguments
 from longctx.packages import pip_install
 from longctx.system import expanded, installed
+from longctx.train.options.config import ModelArguments
 
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"

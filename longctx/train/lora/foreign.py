@@ -23,6 +23,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from longctx.errors import UserError, many, one_line
+from longctx.families.classes import class_of
+from longctx.families.look import whole_shape
 from longctx.train.lora.renamed import (
     Shapes,
     as_loaded,
@@ -31,8 +33,6 @@ from longctx.train.lora.renamed import (
     renaming,
     unfoldable,
 )
-from longctx.families.classes import class_of
-from longctx.families.look import whole_shape
 from longctx.train.output.manifest import Damaged, check_files, read_manifest
 from longctx.train.safety.files import read_json, refuse_odd, tensor_problem
 from longctx.train.safety.processes import Unbounded, in_child

@@ -24,24 +24,24 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from longctx.train.data.text.tokenizer import largest_id, read_tokenizer
 from longctx.errors import UserError, one_line, say
+from longctx.families.classes import as_reward_model
+from longctx.families.vision import copy_processor
+from longctx.packages import pip_install
+from longctx.system import expanded, installed
+from longctx.train.data.text.tokenizer import largest_id, read_tokenizer
 from longctx.train.loading.pretrained import read_config, read_model, weights_identity
 from longctx.train.loading.stopping import add_ends, ids_of, name_ends
 from longctx.train.loading.weights import forget_tie
 from longctx.train.lora.foreign import base_of_run, check_fits, read_adapter
 from longctx.train.lora.quantise import round_to_nf4_
-from longctx.families.classes import as_reward_model
-from longctx.families.vision import copy_processor
-from longctx.train.options.model import ModelSource
+from longctx.train.options.source import ModelSource
 from longctx.train.output.card import merged_card, write_card
 from longctx.train.output.definition import BASE
 from longctx.train.output.folder import claimed
 from longctx.train.output.rehearsal import rehearse
 from longctx.train.output.save import disk_problem, publish, require_space
 from longctx.train.program import Parser
-from longctx.packages import pip_install
-from longctx.system import expanded, installed
 
 QUANTIZE = ("none", "nf4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -19,15 +19,15 @@ from transformers import PretrainedConfig
 
 from longctx.constants import GIB
 from longctx.errors import UserError, print_rank0
-from longctx.train.loading.weights import holds_nf4, quantization
-from longctx.train.lora.nf4 import in_nf4, move_, move_codes_, shape_in_nf4
-from longctx.memory.store import free_gpu_bytes
 from longctx.families.blocks import decoder_layers, move_buffers, scales
 from longctx.families.classes import without_storage
 from longctx.families.matrices import linears, matrices, stack_names, stacks
-from longctx.train.options.config import ModelArguments
+from longctx.memory.store import free_gpu_bytes
 from longctx.packages import pip_install
 from longctx.system import installed
+from longctx.train.loading.weights import holds_nf4, quantization
+from longctx.train.lora.nf4 import in_nf4, move_, move_codes_, shape_in_nf4
+from longctx.train.options.config import ModelArguments
 
 
 def check_quantize(args: ModelArguments) -> None:

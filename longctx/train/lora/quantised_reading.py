@@ -20,8 +20,8 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationMethod
 
-from longctx.train.lora.nf4 import in_nf4, move_
 from longctx.families.matrices import stack_names
+from longctx.train.lora.nf4 import in_nf4, move_
 
 _NAME = "longctx_nf4"
 """The name under which transformers finds the quantizer."""

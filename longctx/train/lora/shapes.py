@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from longctx.errors import UserError
-from longctx.train.lora.adapters import adapted_linears, adapted_stacks
 from longctx.families.adapters import within
 from longctx.families.families import base_of
 from longctx.families.family import part_of
 from longctx.families.look import whole_shape
-from longctx.train.options.config import ModelArguments
 from longctx.packages import pip_install
+from longctx.train.lora.adapters import adapted_linears, adapted_stacks
+from longctx.train.options.config import ModelArguments
 
 _NAME = "default"
 

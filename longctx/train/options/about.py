@@ -6,38 +6,12 @@ fields; for those of transformers theirs.py has a table.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Range:
-    """Numbers from `low` to `high`, both included unless they are `open_low` or `open_high`. NaN is
-    in none."""
-
-    low: float = -(2**31)
-    high: float = 2**31 - 1
-    open_low: bool = False
-    open_high: bool = False
-
-    def problem(self, value: float) -> str | None:
-        """What a value outside must be instead; None for one inside."""
-        if math.isnan(value):
-            return "a number"
-        if value < self.low or (self.open_low and value == self.low):
-            return f"{'above' if self.open_low else 'at least'} {self.low}"
-        if value > self.high or (self.open_high and value == self.high):
-            return f"{'below' if self.open_high else 'at most'} {self.high}"
-        return None
-
-
-COUNT = Range(1)
-NOT_NEGATIVE = Range(0)
-POSITIVE = Range(0, open_low=True)
-SHARE = Range(0, 1, open_high=True)
+from longctx.ranges import Range
 
 
 @dataclass(frozen=True)

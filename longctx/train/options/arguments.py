@@ -10,29 +10,26 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from longctx.errors import UserError
-from longctx.train.options.about import (
-    APPLIED,
-    CHECKPOINTS,
-    COUNT,
-    NOT_NEGATIVE,
-    NUMBERS,
-    POSITIVE,
-    ROWS,
-    SHARE,
-    About,
-    Need,
-    Range,
-    having,
+from longctx.ranges import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range
+from longctx.settings import (
+    PARTS,
+    Backend,
+    ClassType,
+    Keeping,
+    Offload,
+    PatchOptions,
+    check_names,
+    chosen_parts,
 )
+from longctx.system import CACHE
+from longctx.train.options.about import APPLIED, CHECKPOINTS, NUMBERS, ROWS, About, Need, having
 from longctx.train.options.limits import check_values
-from longctx.train.options.model import Backend, ClassType, Keeping, ModelSource, Offload, PatchOptions
-from longctx.train.options.parts import PARTS, check_names, chosen_parts
 from longctx.train.options.pixels import pixels_of
 from longctx.train.options.presets import PRESETS
+from longctx.train.options.source import ModelSource
 from longctx.train.options.task import TaskOptions
 from longctx.train.options.theirs import OF_TRANSFORMERS, about
 from longctx.train.options.written import LENGTH
-from longctx.system import CACHE
 
 _CUSTOM = Need("--class_type custom without --parts", lambda m, d, t: m.schedules)
 _HOST = Need(

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
-from numbers import Integral, Real
 from typing import Any
 
 from longctx.errors import UserError
-from longctx.train.options.about import Range
-from longctx.train.options.parts import FUSED, WHOLE
+from longctx.settings import FUSED, WHOLE
 from longctx.train.options.theirs import about
 
 _LOSS_ONLY = (
@@ -217,16 +215,6 @@ def check_values(options: Any) -> None:
                 raise UserError(
                     f"--{field.name} {word!r} is not UTF-8 text: rename it, or link to it"
                 )
-
-
-def check_argument(call: str, name: str, value: Any, range_: Range, *, whole: bool = False) -> None:
-    """Raises UserError for an argument of a function that is no number, or none in its range."""
-    kind = Integral if whole else Real
-    if not isinstance(value, kind) or isinstance(value, bool):
-        expected = "a whole number" if whole else "a number"
-        raise UserError(f"{call}: {name} must be {expected}, got {value!r}")
-    if problem := range_.problem(float(value)):
-        raise UserError(f"{call}: {name} must be {problem}, got {value!r}")
 
 
 def refuse_not_ours(options: Any) -> None:

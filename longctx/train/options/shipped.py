@@ -16,7 +16,7 @@ from pathlib import Path
 
 from longctx.errors import UserError, did_you_mean, say
 
-SHARE = Path(__file__).parents[1] / "share"
+SHARE = Path(__file__).parents[2] / "share"
 OPTIONS = {
     "config": ("recipes", ".yaml"),
     "deepspeed": ("ds_configs", ".json"),

@@ -7,19 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from longctx.train.options.about import NOT_NEGATIVE, NUMBERS, POSITIVE, Need, Range, having
-
-TaskName = Literal["sft", "dpo", "kto", "orpo", "cpo", "simpo", "reward", "distill"]
-
-
-LABELLED = ("sft", "distill")
-"""Tasks whose loss is of all tokens of a row; others' is of answers' log-probabilities."""
-
-
-def scored_tokens(task: TaskName, tokens: int) -> int | None:
-    """Returns how many of a batch's tokens a task scores at most, as a step's memory and time are
-    counted; None where its loss is of all of them."""
-    return None if task in LABELLED else tokens
+from longctx.ranges import NOT_NEGATIVE, POSITIVE, Range
+from longctx.settings import TaskName
+from longctx.train.options.about import NUMBERS, Need, having
 
 
 def _of(*tasks: str) -> Need:

@@ -6,20 +6,8 @@ from dataclasses import Field
 from functools import partial
 from typing import Any
 
-from longctx.train.options.about import (
-    APPLIED,
-    CHECKPOINTS,
-    COUNT,
-    NOT_NEGATIVE,
-    NUMBERS,
-    POSITIVE,
-    ROWS,
-    SHARE,
-    About,
-    Fact,
-    Need,
-    Range,
-)
+from longctx.ranges import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range
+from longctx.train.options.about import APPLIED, CHECKPOINTS, NUMBERS, ROWS, About, Fact, Need
 
 _SEED = Range(0, 2**32 - 1)  # NumPy's
 _SAVES = Need("--save_strategy steps", lambda m, d, t: t.save_strategy == "steps")

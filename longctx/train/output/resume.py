@@ -23,11 +23,11 @@ from torch.utils.serialization import config as torch_files
 from transformers import TrainerState
 
 from longctx.errors import UserError, one_line, print_rank0, shortened
+from longctx.system import expanded
 from longctx.train.options.config import TrainArguments
 from longctx.train.output import ABANDONED, STATE, checkpoint_step, checkpoints
 from longctx.train.output.manifest import Damaged, check_files, unlisted
 from longctx.train.safety.files import read_json, tensor_problem
-from longctx.system import expanded
 
 # --- choosing --------------------------------------------------------------------------------
 

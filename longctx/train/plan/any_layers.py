@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from longctx.cost.dims import UNKNOWN
-from longctx.cost.sizes import Sizes
 from longctx.any_model.attention import NAMES
 from longctx.any_model.measured import measured_layers
 from longctx.any_model.patch import any_attention
 from longctx.any_model.probe import find_loss
+from longctx.cost.dims import UNKNOWN
+from longctx.cost.sizes import Sizes
 from longctx.families.attention_names import HF_ATTENTION, default_attention
 from longctx.runtime.peers import as_measured, trains_weights
-from longctx.train.options.model import Backend
+from longctx.settings import Backend
 
 ELSEWHERE = "only the GPU that trains can measure them (plan there, without --gpu)"
 

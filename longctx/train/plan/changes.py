@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from longctx.constants import GIB
 from longctx.cost.machines import Machine
-from longctx.train.engines.layout import FullyShard, Zero
 from longctx.errors import UserError
+from longctx.train.engines.layout import FullyShard, Zero
 from longctx.train.plan.predict import Plan, Run, Subject, longest, plan
 from longctx.train.plan.shortage import least_host_gib
 

@@ -28,8 +28,8 @@ from longctx.cost.machines import Machine
 from longctx.cost.peak import LIBRARY_BYTES, Buffers, Phase
 from longctx.cost.seconds import Exchanged
 from longctx.cost.sizes import Parameters, Sizes
-from longctx.train.engines.layout import FP32, Layout
 from longctx.memory.states import BlockSpec
+from longctx.train.engines.layout import FP32, Layout
 
 
 def parameters_of(model: Any, specs: Sequence[BlockSpec]) -> Parameters:

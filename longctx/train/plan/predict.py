@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from longctx.any_model.declined import is_dropout, set_dropout_
 from longctx.attention.backends import BACKENDS, lacks
 from longctx.constants import GIB
 from longctx.cost.fitted import GRAPHED_TOKENS, PROCESS_BYTES
@@ -25,38 +26,49 @@ from longctx.cost.machines import Machine
 from longctx.cost.peak import Phase, peak, phases
 from longctx.cost.seconds import Exchanged, Seconds
 from longctx.cost.sizes import Batch, Parameters, Sizes
-from longctx.train.engines.layout import Layout
 from longctx.errors import UserError, one_line
-from longctx.train.loading.pretrained import made_dense
-from longctx.train.lora.adapters import with_lora
-from longctx.train.lora.quantise import packed_bytes, quantise_shapes_, waits_on_host
-from longctx.train.lora.shapes import with_lora_shapes
+from longctx.families.adapters import inside_peft
+from longctx.families.blocks import decoder_layers, seeing_block, state_blocks
+from longctx.families.classes import is_classifier, without_storage
+from longctx.families.families import (
+    base_of,
+    family_of,
+    has_windows,
+    known_family,
+    mixes,
+    score_cap,
+)
+from longctx.families.family import MLP_WIDTH
+from longctx.families.matrices import stack_names, stacks
+from longctx.families.strangers import why_not_scheduled
+from longctx.families.vision import PREFIXES, rest_
+from longctx.images.image_sizes import tower_sizes
+from longctx.images.tower import trained_patches
+from longctx.memory.decide import Decision, decide, decided, gpu_budget, keeping
 from longctx.memory.ladder import Budget, Step, choose, displayed, predicted
 from longctx.memory.levels import Levels, pending_levels
 from longctx.memory.machine import host_budget
 from longctx.memory.place import Place, PlacedStates, Placement, usable_bytes
 from longctx.memory.states import BlockSpec
-from longctx.families.adapters import inside_peft
-from longctx.families.blocks import decoder_layers, seeing_block, state_blocks
-from longctx.families.classes import is_classifier, without_storage
 from longctx.runtime.costs import StepTable
-from longctx.any_model.declined import is_dropout, set_dropout_
-from longctx.families.families import base_of, family_of, has_windows, known_family, mixes, score_cap
-from longctx.families.family import MLP_WIDTH
-from longctx.images.image_sizes import tower_sizes
-from longctx.families.matrices import stack_names, stacks
 from longctx.runtime.peers import peer_kind, peer_sizes
 from longctx.runtime.runtime import NO_SHARES, check_shares, chunks_loss, model_sizes
-from longctx.families.strangers import why_not_scheduled
-from longctx.images.tower import trained_patches
-from longctx.families.vision import PREFIXES, rest_
-from longctx.train.options.config import ModelArguments
-from longctx.train.options.model import PatchOptions
-from longctx.train.options.task import LABELLED, TaskName, scored_tokens
-from longctx.train.plan.any_layers import AnyLayers
-from longctx.memory.decide import Decision, decide, decided, gpu_budget, keeping
-from longctx.train.plan.engines import ShardedStates, averaged, exchanged, parameters_of, shared_rows
+from longctx.settings import LABELLED, PatchOptions, TaskName, scored_tokens
 from longctx.system import installed
+from longctx.train.engines.layout import Layout
+from longctx.train.loading.pretrained import made_dense
+from longctx.train.lora.adapters import with_lora
+from longctx.train.lora.quantise import packed_bytes, quantise_shapes_, waits_on_host
+from longctx.train.lora.shapes import with_lora_shapes
+from longctx.train.options.config import ModelArguments
+from longctx.train.plan.any_layers import AnyLayers
+from longctx.train.plan.engines import (
+    ShardedStates,
+    averaged,
+    exchanged,
+    parameters_of,
+    shared_rows,
+)
 
 DTYPE = torch.bfloat16
 SHORTEST = 512

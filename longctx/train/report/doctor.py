@@ -32,12 +32,12 @@ from longctx.constants import GIB
 from longctx.errors import UserError, printable
 from longctx.memory.machine import available_host_bytes
 from longctx.memory.rates import driver_version, rates_path, read_rates
+from longctx.packages import namesakes, requirements
+from longctx.system import expanded, version_of
 from longctx.train.options.config import DataArguments, TrainArguments
 from longctx.train.plan.measure import Gpu, gpu_here, this_machine
 from longctx.train.program import Parser
 from longctx.train.report.missing import Facts, Rate, Unfit, missing, rates
-from longctx.packages import namesakes, requirements
-from longctx.system import expanded, version_of
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 

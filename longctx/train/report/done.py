@@ -12,13 +12,13 @@ from rich.table import Table
 
 from longctx.errors import printable, shortened
 from longctx.families.adapters import adapts_experts, inside_peft
+from longctx.loop.metrics import peak_memory
 from longctx.train.options.config import DataArguments, ModelArguments, TrainArguments
 from longctx.train.output import FINAL, METRICS
 from longctx.train.output.card import merge_first
 from longctx.train.program import started_as
 from longctx.train.report.runs import moved
 from longctx.train.report.sample import Sample
-from longctx.loop.metrics import peak_memory
 from longctx.train.trainer.trainer import LongTrainer
 
 EVALUATED = {

@@ -30,12 +30,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from longctx.errors import UserError, many, one_line, printable, say
+from longctx.loop.metrics import peak_memory
 from longctx.train.data.reading.files import find_files
 from longctx.train.data.reading.sources import read_documents
 from longctx.train.data.reading.unread_media import unread_line
 from longctx.train.data.text.encoding import encode
 from longctx.train.data.text.tokenizer import load_tokenizer
-from longctx.errors import UserError, many, one_line, printable, say
 from longctx.train.loading.pretrained import read_config
 from longctx.train.options.config import DataArguments, ModelArguments
 from longctx.train.options.recipe import read_text
@@ -44,9 +45,8 @@ from longctx.train.program import Parser
 from longctx.train.report.needle import DEPTHS, needles
 from longctx.train.report.page import legend_name, pyplot
 from longctx.train.report.ruler import check_ruler, ruler, ruler_lines
-from longctx.train.start.loading import load_config, load_model
-from longctx.loop.metrics import peak_memory
 from longctx.train.safety.writing import MARK, check_writable, replace_file
+from longctx.train.start.loading import load_config, load_model
 
 LOGIT_TOKENS = 1024
 PICTURES = {"png": "Software", "pdf": "Creator", "svg": "Creator"}

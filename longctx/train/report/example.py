@@ -27,8 +27,8 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from longctx.constants import IGNORE_INDEX
-from longctx.train.data.reading.groups import SIDE_NAMES, Rows
 from longctx.errors import printable
+from longctx.train.data.reading.groups import SIDE_NAMES, Rows
 
 STRETCH = 600
 TRAINED, CONTEXT, EDGE = "bold green", "dim", "cyan"

@@ -11,8 +11,8 @@ from longctx.constants import GIB, __distribution__
 from longctx.cost.machines import Machine, machine_like
 from longctx.errors import many
 from longctx.memory.rates import Measured
-from longctx.train.plan.measure import Gpu
 from longctx.packages import Namesake, pip_install
+from longctx.train.plan.measure import Gpu
 
 SLOW, SLOW_LINK = 0.85, 0.8
 """Shares of the profile's rates below which something is in the way."""

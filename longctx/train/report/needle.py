@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from longctx.train.data.text.windows import tokenise
 from longctx.errors import UserError
+from longctx.train.data.text.windows import tokenise
 
 DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)
 DIGITS = 5

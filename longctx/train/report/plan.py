@@ -29,7 +29,7 @@ from longctx.cost.machines import MACHINES, Machine
 from longctx.cost.named import machine_named, several
 from longctx.errors import UserError, printable
 from longctx.memory.machine import host_share_bytes
-from longctx.train.options.about import COUNT
+from longctx.ranges import COUNT
 from longctx.train.options.written import LENGTH, token_count
 from longctx.train.plan.changes import Change, changes
 from longctx.train.plan.measure import gpu_here, this_machine
@@ -47,9 +47,9 @@ from longctx.train.report.plan_run import (
     with_images,
 )
 from longctx.train.report.plan_text import show
+from longctx.train.safety.writing import check_writable
 from longctx.train.start.loading import load_config
 from longctx.train.start.options import check_layers, check_towers, parse_planned
-from longctx.train.safety.writing import check_writable
 
 SWEEP_FROM = 4096
 LESS = (0.75, 0.5, 0.35, 0.25)

@@ -11,11 +11,11 @@ from longctx.cost.images import Images
 from longctx.cost.kept import describe
 from longctx.cost.machines import Machine
 from longctx.cost.peak import peak
+from longctx.loop.states import describe_states
 from longctx.train.plan.changes import Change
 from longctx.train.plan.given import written
 from longctx.train.plan.predict import DTYPE, Plan
 from longctx.train.plan.shortage import Shortage, held_on_host
-from longctx.loop.states import describe_states
 
 DAY = 24 * 60 * 60
 

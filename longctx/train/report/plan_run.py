@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from longctx.train.engines import Engine
-from longctx.train.engines.rows import groups_of, ulysses
 from longctx.errors import UserError
 from longctx.families.attention_names import HF_ATTENTION
 from longctx.images.image_sizes import KINDS, image_of
+from longctx.train.engines import Engine
+from longctx.train.engines.rows import groups_of, ulysses
 from longctx.train.options.config import ModelArguments, TrainArguments
+from longctx.train.options.exact_states import uses_exact_states
 from longctx.train.options.pixels import pixels_of
 from longctx.train.plan.predict import DTYPE, Run
-from longctx.loop.states import uses_exact_states
 
 MOST_GPUS = 1024
 MOST_TOKENS, MOST_ROWS = 1 << 34, 1 << 20

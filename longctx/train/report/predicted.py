@@ -21,17 +21,19 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
+from longctx.any_model.runtime import any_part, any_runtime_of
 from longctx.constants import GIB
 from longctx.cost.kept import Ladder
 from longctx.cost.machines import Machine
 from longctx.cost.peak import peak
-from longctx.train.data.rows import as_arrays
-from longctx.train.engines import Engine, choose_engine
 from longctx.errors import UserError, print_rank0
+from longctx.images.image_sizes import image_of
+from longctx.images.room_for_images import USUAL, SeenTokens
+from longctx.loop.metrics import peak_memory
 from longctx.memory.machine import held_host_bytes, host_share_bytes
 from longctx.memory.place import Place
-from longctx.any_model.runtime import any_part, any_runtime_of
-from longctx.images.image_sizes import image_of
+from longctx.train.data.rows import as_arrays
+from longctx.train.engines import Engine, choose_engine
 from longctx.train.options.config import ModelArguments, TrainArguments
 from longctx.train.plan.changes import changes
 from longctx.train.plan.given import read_given
@@ -42,8 +44,6 @@ from longctx.train.report.plan_numbers import Answer, as_json
 from longctx.train.report.plan_run import check_known, run_of
 from longctx.train.report.plan_text import show_short
 from longctx.train.start.loading import compute_dtype
-from longctx.loop.metrics import peak_memory
-from longctx.images.room_for_images import USUAL, SeenTokens
 
 DEVICE = "cuda"
 """The device on which a step is predicted."""

@@ -15,10 +15,10 @@ import torch
 from datasets import Dataset
 
 from longctx.constants import IGNORE_INDEX
-from longctx.train.data.pack.packing import TOKEN_COLUMNS
-from longctx.kernels import launch
 from longctx.families.adapters import inside_peft
 from longctx.families.vision import is_whole
+from longctx.kernels import launch
+from longctx.train.data.pack.packing import TOKEN_COLUMNS
 from longctx.train.trainer.trainer import LongTrainer
 
 TOKENS = 32

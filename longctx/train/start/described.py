@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from longctx.loop.collectives import whole_numel
 from longctx.families.adapters import adapts_experts, inside_peft
+from longctx.loop.collectives import whole_numel
 from longctx.train.options.config import DataArguments, ModelArguments, TrainArguments
 from longctx.train.options.limits import given
 from longctx.train.output.definition import plain

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from longctx.loop.collectives import any_rank
-from longctx.errors import UserError, one_line, print_rank0
-from longctx.any_model.patch import any_attention
-from longctx.families.classes import class_of, own_class_of
 from longctx.any_model.declined import why_declined
-from longctx.families.families import family_of
 from longctx.any_model.packed import why_joined, with_short_windows
-from longctx.patching.patch import patch_as
-from longctx.calls.positions import keep_documents_apart
+from longctx.any_model.patch import any_attention
 from longctx.any_model.specimen import Specimen, of_specimen, outline
+from longctx.calls.positions import keep_documents_apart
+from longctx.errors import UserError, one_line, print_rank0
+from longctx.families.classes import class_of, own_class_of
+from longctx.families.families import family_of
+from longctx.loop.collectives import any_rank
+from longctx.patching.patch import patch_as
 from longctx.train.options.config import ModelArguments, TrainArguments
 from longctx.train.start.loading import attention_name, compute_dtype
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from longctx.errors import UserError
+from longctx.families.vision import PREFIXES
+from longctx.images.image_fit import misfit, token_of
+from longctx.system import installed
 from longctx.train.data.reading.groups import SEEN_BY
 from longctx.train.data.rows import Sight
-from longctx.errors import UserError
-from longctx.images.image_fit import misfit, token_of
-from longctx.families.vision import PREFIXES
 from longctx.train.options.config import DataArguments, ModelArguments, TrainArguments
 from longctx.train.options.pixels import pixels_of
 from longctx.train.safety.processes import make_room_for_workers
-from longctx.system import installed
 from longctx.train.tasks.protocol import Task
 
 MOST_WORKERS = 4

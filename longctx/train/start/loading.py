@@ -14,11 +14,32 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from longctx.any_model.attention import NAMES as OUR_ATTENTION
+from longctx.any_model.declined import is_dropout, set_dropout_
+from longctx.any_model.patch import why_not_any
 from longctx.attention import flash4
 from longctx.attention.backends import choose_attention, lacks
-from longctx.train.engines import Engine, Plain
-from longctx.loop.collectives import whole_numel
+from longctx.calls.positions import keep_documents_apart
 from longctx.errors import UserError, counted, print_rank0
+from longctx.families.adapters import keep_layout_
+from longctx.families.attention_names import HF_ATTENTION, default_attention, has_sdpa
+from longctx.families.classes import (
+    as_language_model,
+    as_reward_model,
+    auto_class,
+    is_classifier,
+    sees_images,
+    without_storage,
+)
+from longctx.families.families import family_of, has_windows, not_known, score_cap
+from longctx.families.family import head_dims, kv_heads
+from longctx.families.vision import PREFIXES, rest_, towers
+from longctx.forwards.said import foretell
+from longctx.loop.collectives import whole_numel
+from longctx.packages import pip_install
+from longctx.patching.patch import check_parts, patch_as
+from longctx.system import installed
+from longctx.train.engines import Engine, Plain
 from longctx.train.loading.pretrained import read_config, read_model, unreadable
 from longctx.train.loading.quantised import note_preset
 from longctx.train.loading.weights import holds_nf4
@@ -32,30 +53,9 @@ from longctx.train.lora.quantise import (
     quantised_loading,
     resting_place,
 )
-from longctx.families.adapters import keep_layout_
-from longctx.any_model.attention import NAMES as OUR_ATTENTION
-from longctx.any_model.patch import why_not_any
-from longctx.families.attention_names import HF_ATTENTION, default_attention, has_sdpa
-from longctx.families.classes import (
-    as_language_model,
-    as_reward_model,
-    auto_class,
-    is_classifier,
-    sees_images,
-    without_storage,
-)
-from longctx.any_model.declined import is_dropout, set_dropout_
-from longctx.families.families import family_of, has_windows, not_known, score_cap
-from longctx.families.family import head_dims, kv_heads
-from longctx.forwards.said import foretell
-from longctx.patching.patch import check_parts, patch_as
-from longctx.calls.positions import keep_documents_apart
-from longctx.families.vision import PREFIXES, rest_, towers
 from longctx.train.options.config import ModelArguments
-from longctx.train.options.model import ModelSource
 from longctx.train.options.presets import PRESETS
-from longctx.packages import pip_install
-from longctx.system import installed
+from longctx.train.options.source import ModelSource
 
 
 def load_config(

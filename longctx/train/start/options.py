@@ -15,12 +15,12 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from longctx.train.engines import Engine, choose_engine
+from longctx.any_model.declined import is_dropout, why_declined
 from longctx.errors import UserError, many, print_rank0
 from longctx.families.classes import class_of, sees_images
-from longctx.any_model.declined import is_dropout, why_declined
 from longctx.families.families import family_of, not_known
 from longctx.families.vision import PREFIXES
+from longctx.train.engines import Engine, choose_engine
 from longctx.train.options.config import (
     DataArguments,
     ModelArguments,
@@ -28,10 +28,10 @@ from longctx.train.options.config import (
     make_arguments,
     parse_flags,
 )
+from longctx.train.options.exact_states import uses_exact_states
 from longctx.train.options.limits import given, idle_options
-from longctx.train.start.loading import compute_dtype
-from longctx.loop.states import uses_exact_states
 from longctx.train.safety.processes import make_room_for_workers
+from longctx.train.start.loading import compute_dtype
 
 
 def parse_args(

@@ -28,12 +28,12 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from longctx.train.data.reading.picture_sources import Source
-from longctx.train.data.rows import as_arrays
-from longctx.train.data.rows import collate as collate_text
 from longctx.errors import UserError
 from longctx.families.classes import without_storage
 from longctx.families.vision import joint_of
+from longctx.train.data.reading.picture_sources import Source
+from longctx.train.data.rows import as_arrays
+from longctx.train.data.rows import collate as collate_text
 
 Rows = Sequence[dict[str, Any]]
 

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from longctx.errors import UserError
+from longctx.system import expanded
 from longctx.train.data.pack.cache import digest
 from longctx.train.engines import Engine
 from longctx.train.engines.peers import end_with_peers
-from longctx.errors import UserError
 from longctx.train.loading.pretrained import computed_by, weights_identity
 from longctx.train.options.config import DataArguments, ModelArguments, TrainArguments
-from longctx.train.options.model import ModelSource
+from longctx.train.options.source import ModelSource
 from longctx.train.start.loading import compute_dtype, load_config, load_model
 from longctx.train.start.picture_batches import Batches
-from longctx.train.trainer.trainer import LongTrainer
-from longctx.system import expanded
 from longctx.train.tasks.protocol import Batch, Task
 from longctx.train.tasks.reference import ReferencePass
+from longctx.train.trainer.trainer import LongTrainer
 
 Rows = dict[str, Any]
 """The rows of a run by what they are for; None for those that it has not."""

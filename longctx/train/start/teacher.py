@@ -13,25 +13,25 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from longctx.constants import GIB
 from longctx.cost.sizes import Batch
-from longctx.train.data.pack.cache import digest
-from longctx.train.data.text.tokenizer import read_tokenizer
-from longctx.train.engines import Engine
 from longctx.errors import UserError, many, print_rank0
-from longctx.train.loading.pretrained import computed_by, weights_identity
+from longctx.families.blocks import move_buffers, state_blocks
+from longctx.memory.decide import decide, gpu_budget
 from longctx.memory.ladder import Budget, Step
 from longctx.memory.machine import host_budget, host_share_bytes
 from longctx.memory.settle import leaving_bytes
 from longctx.memory.store import free_gpu_bytes
 from longctx.memory.stream import StateStream
-from longctx.families.blocks import move_buffers, state_blocks
 from longctx.runtime.costs import StepTable
 from longctx.runtime.peers import idle_sizes
 from longctx.runtime.runtime import NO_RATES
+from longctx.train.data.pack.cache import digest
+from longctx.train.data.text.tokenizer import read_tokenizer
+from longctx.train.engines import Engine
+from longctx.train.loading.pretrained import computed_by, weights_identity
 from longctx.train.options.config import ModelArguments, TrainArguments
-from longctx.memory.decide import decide, gpu_budget
 from longctx.train.start.loading import load_config, load_model
-from longctx.train.trainer.nonfinite import broken_weight
 from longctx.train.tasks.distill import Teacher
+from longctx.train.trainer.nonfinite import broken_weight
 
 
 def teacher_arguments(model_args: ModelArguments, args: TrainArguments) -> ModelArguments:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from longctx.constants import IGNORE_INDEX
 from longctx.errors import UserError
-from longctx.head.distillation import linear_jsd
 from longctx.families.families import head_of, logits_cap, logits_scaling
+from longctx.head.distillation import linear_jsd
 from longctx.train.tasks.answers import scored
 from longctx.train.tasks.protocol import Batch, Measured, Task, Values
 from longctx.train.tasks.scoring import Scoring, attach_scoring, logits_bytes

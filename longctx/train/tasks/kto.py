@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx.train.data.reading.groups import MISMATCHED, SIDE_NAMES
 from longctx.errors import UserError
 from longctx.losses.kto import kto_loss
+from longctx.train.data.reading.groups import MISMATCHED, SIDE_NAMES
 from longctx.train.tasks.answers import answer_log_probs
 from longctx.train.tasks.collate import answers_collator
 from longctx.train.tasks.protocol import Batch, Measured, Task, Values

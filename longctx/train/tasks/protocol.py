@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from longctx.attention.shards import Shards
-from longctx.train.data.rows import collate
 from longctx.errors import UserError
+from longctx.train.data.rows import collate
 from longctx.train.options.task import TaskOptions
 
 Batch = dict[str, Tensor]

@@ -26,8 +26,15 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from datasets.utils import tqdm
 from torch import Tensor
 
-from longctx.train.data.pack.cache import cache_path, content_of, digest, forget, open_arrow, write_arrow
 from longctx.errors import UserError, many, print_rank0
+from longctx.train.data.pack.cache import (
+    cache_path,
+    content_of,
+    digest,
+    forget,
+    open_arrow,
+    write_arrow,
+)
 from longctx.train.tasks.protocol import Batch
 
 REFERENCE = "reference"

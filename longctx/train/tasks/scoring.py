@@ -19,14 +19,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from longctx.errors import UserError
-from longctx.head.log_probs import linear_log_probs
 from longctx.families.adapters import inside_peft, unwrapped
 from longctx.families.families import base_of, head_of, logits_cap, logits_scaling, not_known
+from longctx.families.strangers import is_ours, why_not_chunked
 from longctx.forwards.attach import Forward
 from longctx.forwards.causal import as_causal
 from longctx.forwards.modules import head_forward
+from longctx.head.log_probs import linear_log_probs
 from longctx.runtime.runtime import runtime_of
-from longctx.families.strangers import is_ours, why_not_chunked
 
 UNSCORED = "_longctx_unscored"
 """The attribute of a model that keeps the forward which scoring went around."""

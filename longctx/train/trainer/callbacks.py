@@ -12,17 +12,17 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback
 
-from longctx.constants import GIB
-from longctx.loop.collectives import all_reduce_min
-from longctx.loop.host_link import shared_link_bytes
-from longctx.errors import on_terminal, print_rank0, say
 from longctx.any_model.runtime import any_runtime_of
+from longctx.constants import GIB
+from longctx.errors import on_terminal, print_rank0, say
 from longctx.families.families import base_of
 from longctx.families.strangers import why_not_scheduled
+from longctx.loop.collectives import all_reduce_min
+from longctx.loop.host_link import shared_link_bytes
+from longctx.loop.metrics import Throughput
 from longctx.train.output import METRICS
 from longctx.train.output.record import Record, write_record
 from longctx.train.output.save import disk_problem
-from longctx.loop.metrics import Throughput
 
 
 class Reserve(TrainerCallback):

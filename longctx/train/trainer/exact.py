@@ -23,15 +23,17 @@ from transformers.trainer import SCHEDULER_NAME
 
 from longctx.constants import GIB
 from longctx.errors import UserError, print_rank0
-from longctx.train.lora.foreign import check_resumed
-from longctx.loop.lora_plus import has_adapters, with_rates
-from longctx.memory.optimizer import ExactAdamW
-from longctx.memory.store import free_gpu_bytes
 from longctx.families.adapters import inside_peft
 from longctx.families.blocks import move_buffers
 from longctx.families.vision import at_rest
+from longctx.loop.lora_plus import has_adapters, with_rates
+from longctx.loop.states import limit_gpu, place_states
+from longctx.memory.optimizer import ExactAdamW
+from longctx.memory.store import free_gpu_bytes
+from longctx.settings import TaskName
+from longctx.train.lora.foreign import check_resumed
 from longctx.train.options.config import TrainArguments
-from longctx.train.options.task import TaskName
+from longctx.train.options.exact_states import uses_exact_states
 from longctx.train.output.resume import (
     apply_learning_rate,
     check_states,
@@ -40,7 +42,6 @@ from longctx.train.output.resume import (
 )
 from longctx.train.output.states import read_states, state_files, write_states
 from longctx.train.plan.given import read_given
-from longctx.loop.states import limit_gpu, place_states, uses_exact_states
 
 SHARD_BYTES = 4 * 10**9
 SCHEDULED = "longctx_groups"

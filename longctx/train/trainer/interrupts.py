@@ -18,8 +18,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from longctx.loop.collectives import all_reduce_max
 from longctx.errors import print_rank0
+from longctx.loop.collectives import all_reduce_max
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

@@ -26,11 +26,11 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from longctx.attention.shards import Shards
-from longctx.loop.collectives import any_rank, local_shard
 from longctx.errors import UserError, print_rank0
 from longctx.families.blocks import decoder_layers
-from longctx.runtime.runtime import patched_part
 from longctx.families.vision import of_images, tower_modules
+from longctx.loop.collectives import any_rank, local_shard
+from longctx.runtime.runtime import patched_part
 from longctx.train.tasks.protocol import Task
 
 PATIENCE = 10

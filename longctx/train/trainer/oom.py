@@ -31,19 +31,19 @@ from longctx.attention import backends, cross, flash4, prefixes, protocol, shard
 from longctx.constants import GIB
 from longctx.cost.kept import asked
 from longctx.cost.sizes import Batch
-from longctx.train.engines import Engine
-from longctx.loop.collectives import local_shard
 from longctx.errors import UserError
 from longctx.head import distillation, log_probs, loss, pieces
 from longctx.head import stream as head
 from longctx.kernels import cross_entropy, divergence, log_softmax
 from longctx.layer import parts
+from longctx.loop.collectives import local_shard
 from longctx.memory import slab, store
 from longctx.memory.held import HeldGradient
 from longctx.runtime.costs import StepTable
 from longctx.runtime.runtime import patched_part
+from longctx.settings import Keeping
+from longctx.train.engines import Engine
 from longctx.train.options.config import ModelArguments
-from longctx.train.options.model import Keeping
 from longctx.train.trainer.trainer import LongTrainer
 
 _RECORDED = 100_000

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx.train.tasks.protocol import Measured, Task
 from longctx.train.trainer.exact import ExactTrainer, overrides
 from longctx.train.trainer.towers import Towers
-from longctx.train.tasks.protocol import Measured, Task
 
 REWARDS = {"rewards/chosen", "rewards/rejected"}
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longctx.train.engines import Engine
 from longctx.families.adapters import inside_peft
 from longctx.families.vision import at_rest, towers
+from longctx.train.engines import Engine
 
 
 class Towers:

@@ -15,22 +15,22 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, ProgressCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState, PrinterCallback, TrainerState
 
+from longctx.any_model.runtime import any_part
 from longctx.attention.shards import Shards
 from longctx.constants import GIB, IGNORE_INDEX
-from longctx.train.engines import Engine, choose_engine
-from longctx.loop.collectives import any_rank
-from longctx.train.engines.peers import end_with_peers
 from longctx.errors import UserError, print_rank0
+from longctx.families.adapters import inside_peft
+from longctx.families.vision import copy_processor, is_whole
 from longctx.kernels.compiling import announce_compiling
+from longctx.loop.collectives import any_rank
+from longctx.loop.metrics import Throughput, device_peak_flops, figures, parameters_in_matmuls
+from longctx.ranges import COUNT, check_argument
+from longctx.runtime.runtime import patched_part
+from longctx.train.engines import Engine, choose_engine
+from longctx.train.engines.peers import end_with_peers
 from longctx.train.lora.adapters import Reached, save_config
 from longctx.train.lora.foreign import check_resumed
-from longctx.families.adapters import inside_peft
-from longctx.any_model.runtime import any_part
-from longctx.runtime.runtime import patched_part
-from longctx.families.vision import copy_processor, is_whole
-from longctx.train.options.about import COUNT
 from longctx.train.options.config import TrainArguments, with_our_options
-from longctx.train.options.limits import check_argument
 from longctx.train.output import STATE
 from longctx.train.output.card import write_card
 from longctx.train.output.definition import RunDefinition
@@ -55,6 +55,8 @@ from longctx.train.output.save import (
     try_on_all_ranks,
 )
 from longctx.train.output.states import state_files
+from longctx.train.safety.processes import explained_workers
+from longctx.train.tasks.protocol import Task
 from longctx.train.trainer.callbacks import (
     Clock,
     MetricsFile,
@@ -67,15 +69,12 @@ from longctx.train.trainer.callbacks import (
 )
 from longctx.train.trainer.exact import overrides
 from longctx.train.trainer.interrupts import Interrupts
-from longctx.loop.metrics import Throughput, device_peak_flops, figures, parameters_in_matmuls
 from longctx.train.trainer.nonfinite import Names, NonFinite
 from longctx.train.trainer.settled import Settled
 from longctx.train.trainer.stopping import name_trained_ends, trained_ends
 from longctx.train.trainer.task_trainer import TaskTrainer
 from longctx.train.trainer.towers import Towers
 from longctx.train.trainer.under_way import UnderWay
-from longctx.train.safety.processes import explained_workers
-from longctx.train.tasks.protocol import Task
 
 
 class LongTrainer(TaskTrainer):

@@ -943,7 +943,11 @@ CACHE = {
             ("dpo", "while a reference computes", SCORING),
             ("dpo", "while pairs are tokenised", file_event("open", "*/fresh/tokens-*")),
             ("kto", "while ratings are packed", file_event("open", "*/fresh/rows-*")),
-            ("distill", "while a teacher is loaded", before("longctx.train.start.teacher.load_model")),
+            (
+                "distill",
+                "while a teacher is loaded",
+                before("longctx.train.start.teacher.load_model"),
+            ),
         )
     },
     "TERM in step 2 of dpo": (

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+from longctx.errors import UserError
 from longctx.train import cli
 from longctx.train.commands import help as command
-from longctx.errors import UserError
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 

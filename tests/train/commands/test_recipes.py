@@ -7,8 +7,8 @@ import re
 import pytest
 from paths import ROOT
 
-from longctx.train import cli
 from longctx.errors import UserError
+from longctx.train import cli
 
 FOLDERS = ("recipes", "ds_configs", "fsdp_configs")
 

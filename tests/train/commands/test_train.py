@@ -16,8 +16,8 @@ from paths import ROOT
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from longctx.train.commands import train
 from longctx.errors import UserError
+from longctx.train.commands import train
 from longctx.train.output import METRICS
 from longctx.train.report import sample as sampling
 from longctx.train.trainer.trainer import LongTrainer

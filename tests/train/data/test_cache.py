@@ -17,6 +17,7 @@ from small_tokenizer import small_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from longctx.errors import UserError
 from longctx.train.data.pack import cache
 from longctx.train.data.pack.cache import (
     FORMAT,
@@ -29,7 +30,6 @@ from longctx.train.data.pack.cache import (
     write_arrow,
 )
 from longctx.train.data.rows import _report, build_dataset
-from longctx.errors import UserError
 from longctx.train.options.config import DataArguments
 from longctx.train.safety import checksum
 

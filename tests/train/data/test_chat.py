@@ -8,10 +8,10 @@ import signal
 import pytest
 from small_tokenizer import PLAIN_CHATML, small_tokenizer
 
+from longctx.errors import UserError
 from longctx.train.data.chat import rendering as chat
 from longctx.train.data.chat.rendering import rendered
 from longctx.train.data.reading.records import Document
-from longctx.errors import UserError
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 DOCUMENT = Document(kind="chat", content={"messages": TURNS}, where="f:1")

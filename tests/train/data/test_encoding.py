@@ -5,10 +5,10 @@ import pytest
 from small_tokenizer import PLAIN_CHATML, small_tokenizer
 from tokenizers import pre_tokenizers, processors
 
+from longctx.errors import UserError
 from longctx.train.data.reading.records import Document
 from longctx.train.data.text import encoding
 from longctx.train.data.text.encoding import encode
-from longctx.errors import UserError
 
 LLAMA3 = (
     "{% for m in messages %}{% set c = '<|start|>' + m['role'] + '<|stop|>\n\n' + m['content'] "

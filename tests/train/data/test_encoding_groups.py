@@ -10,11 +10,11 @@ import pytest
 from small_tokenizer import PLAIN_CHATML, small_tokenizer
 from tokenizers import processors
 
+from longctx.errors import UserError
 from longctx.train.data.chat import rendering as chat
 from longctx.train.data.reading.groups import Group
 from longctx.train.data.reading.records import as_document
 from longctx.train.data.text.encoding_groups import cut_at_shared, encode_groups
-from longctx.errors import UserError
 
 U = {"role": "user", "content": "value?"}
 U2 = {"role": "user", "content": "why softmax"}

@@ -6,11 +6,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from longctx.errors import UserError
 from longctx.train.data.chat.rendering import lines_of
 from longctx.train.data.reading.records import as_document
 from longctx.train.data.text.encoding import encode
 from longctx.train.data.text.encoding_groups import encode_groups
-from longctx.errors import UserError
 
 TOKENS = (
     "<eos> <s> </s> <|im_start|> <|im_end|> <|user|> <|assistant|> <|observation|> [gMASK] <sop> "

@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from small_tokenizer import small_tokenizer
 
+from longctx.errors import UserError
 from longctx.train.data import rows as data
 from longctx.train.data.pack.batches import collate_separate, collate_shared
 from longctx.train.data.pack.cache import content_of
@@ -23,7 +24,6 @@ from longctx.train.data.rows import (
     document_names,
 )
 from longctx.train.data.text import tokens as tokenising
-from longctx.errors import UserError
 from longctx.train.options.config import DataArguments
 
 U = {"role": "user", "content": "value?"}

@@ -11,8 +11,8 @@ from datasets import Dataset
 from small_task import rated, write_jsonl
 from small_tokenizer import small_tokenizer
 
-from longctx.train.data.rows import build_dataset, counts, document_names
 from longctx.errors import UserError
+from longctx.train.data.rows import build_dataset, counts, document_names
 from longctx.train.options.config import DataArguments
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from small_tokenizer import PLAIN_CHATML
 
+from longctx.errors import UserError
 from longctx.train.data.chat.ends import EndTokens
 from longctx.train.data.chat.masks import Conversation
 from longctx.train.data.text.tokenizer import CHAT_TEMPLATE
-from longctx.errors import UserError
 
 TURNS = [
     {"role": "user", "content": "q"},

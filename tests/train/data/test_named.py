@@ -4,9 +4,9 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 from small_tokenizer import small_tokenizer
 
+from longctx.errors import UserError
 from longctx.train.data.reading.named import check_dataset_name, load_records
 from longctx.train.data.rows import build_dataset
-from longctx.errors import UserError
 from longctx.train.options.config import DataArguments
 
 

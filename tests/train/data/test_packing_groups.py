@@ -12,6 +12,7 @@ from small_groups import PAD, make_groups, packed, some_groups
 
 from longctx.attention.documents import Documents
 from longctx.constants import IGNORE_INDEX
+from longctx.errors import UserError
 from longctx.train.data.pack.packing_groups import (
     GROUP_ROW_FEATURES,
     build_group_row,
@@ -20,7 +21,6 @@ from longctx.train.data.pack.packing_groups import (
     with_mismatched,
 )
 from longctx.train.data.reading.groups import Group, columns_of, group_of
-from longctx.errors import UserError
 
 NAN = float("nan")
 

@@ -9,9 +9,9 @@ from typing import Any
 import datasets
 import pytest
 
+from longctx.errors import UserError
 from longctx.train.data.reading.places import MARK
 from longctx.train.data.reading.records import as_document
-from longctx.errors import UserError
 
 small = pytest.importorskip("small_pictures")
 USER, BOT = "user", "assistant"

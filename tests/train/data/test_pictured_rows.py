@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from longctx.errors import UserError
 from longctx.train.data.reading.groups import SEEN
 from longctx.train.data.rows import _pixels, pixels_identity, rows_identity
-from longctx.errors import UserError
 
 Image = pytest.importorskip("PIL.Image")
 small = pytest.importorskip("small_pictures")

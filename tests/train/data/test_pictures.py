@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from longctx.errors import UserError
 from longctx.train.data.reading.picture_sources import source_of
 from longctx.train.data.reading.pictured import read_pictured
 from longctx.train.data.reading.places import MARK, in_parts
 from longctx.train.data.reading.records import as_document
-from longctx.errors import UserError
 
 Image = pytest.importorskip("PIL.Image")
 picture = pytest.importorskip("longctx.train.data.pictures.picture")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.train.data.reading.records import as_document
 from longctx.errors import UserError
+from longctx.train.data.reading.records import as_document
 
 SYSTEM = {"role": "system", "content": "s"}
 U, U2 = ({"role": "user", "content": text} for text in ("q", "q2"))

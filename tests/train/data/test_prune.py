@@ -13,7 +13,13 @@ from datasets import Features, List, Value
 
 from longctx.train import cli
 from longctx.train.data.pack import cache, prune
-from longctx.train.data.pack.cache import cache_path, digest, open_arrow, scratch_folder, write_arrow
+from longctx.train.data.pack.cache import (
+    cache_path,
+    digest,
+    open_arrow,
+    scratch_folder,
+    write_arrow,
+)
 
 FEATURES = Features({"ids": List(Value("int32"))})
 KEY = digest("a corpus")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from longctx.train.data.reading.records import as_document
 from longctx.errors import UserError
+from longctx.train.data.reading.records import as_document
 
 
 def test_text_and_completion():

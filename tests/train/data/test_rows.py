@@ -9,12 +9,12 @@ import torch
 from datasets import Dataset, IterableDataset, List, Value
 from small_tokenizer import small_tokenizer
 
+from longctx.errors import UserError
 from longctx.train.data import rows as data
 from longctx.train.data.chat import training_templates
 from longctx.train.data.pack.cache import dataset_identity
 from longctx.train.data.rows import build_dataset, check_sources, collate, document_names
 from longctx.train.data.text import tokens as tokenising
-from longctx.errors import UserError
 from longctx.train.options.config import DataArguments
 
 

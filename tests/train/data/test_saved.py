@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from datasets import Dataset, DatasetDict
 
+from longctx.errors import UserError
 from longctx.train.data.reading.files import find_files
 from longctx.train.data.reading.sources import read_documents
-from longctx.errors import UserError
 
 
 def texts(folder, tell=None):

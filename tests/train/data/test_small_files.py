@@ -21,11 +21,11 @@ from datasets import Image as ImageColumn
 from PIL import Image
 from small_tokenizer import small_tokenizer
 
+from longctx.errors import UserError
 from longctx.train.data.reading import json_values, opened
 from longctx.train.data.reading.files import file_of, find_files
 from longctx.train.data.reading.sources import read_documents
 from longctx.train.data.rows import build_dataset, check_sources, document_names
-from longctx.errors import UserError
 from longctx.train.options.config import DataArguments
 
 V = Value("string")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from longctx.errors import UserError
 from longctx.train.data.reading.files import find_files, stdlib_files
 from longctx.train.data.reading.sources import read_documents
-from longctx.errors import UserError
 
 
 @pytest.fixture

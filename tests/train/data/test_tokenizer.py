@@ -4,9 +4,9 @@ import pytest
 from small_tokenizer import small_tokenizer
 from transformers import AutoTokenizer
 
+from longctx.errors import UserError
 from longctx.train.data.text import tokenizer as tokenizer_module
 from longctx.train.data.text.tokenizer import default_tokenizer, load_tokenizer
-from longctx.errors import UserError
 from longctx.train.options.config import DataArguments, ModelArguments
 
 

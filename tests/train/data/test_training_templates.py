@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+from longctx.errors import UserError
 from longctx.train.data.chat.conversation import Renderer
 from longctx.train.data.chat.ends import EndTokens, with_ends
 from longctx.train.data.chat.masks import Conversation, by_prefixes, by_training_template
@@ -25,7 +26,6 @@ from longctx.train.data.chat.training_templates import (
     candidates,
     identity,
 )
-from longctx.errors import UserError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 ENDS = (

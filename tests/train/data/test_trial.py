@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from small_tokenizer import small_tokenizer
 
+from longctx.errors import UserError
 from longctx.train.data.reading.records import Document
 from longctx.train.data.text import trial
 from longctx.train.data.text.encoding import encode
 from longctx.train.data.text.tokenizer import read_tokenizer
-from longctx.errors import UserError
 
 
 def replace(pattern: str, content: str) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from longctx.train.data.reading.turns import check_some_trained, read_turns
 from longctx.errors import UserError
+from longctx.train.data.reading.turns import check_some_trained, read_turns
 
 USER = {"role": "user", "content": "u"}
 ANSWER = {"role": "assistant", "content": "a"}

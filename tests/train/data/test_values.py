@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from datasets import Json, List, Value
 
+from longctx.errors import UserError
 from longctx.train.data.reading.values import (
     check_depth,
     is_flag,
@@ -11,7 +12,6 @@ from longctx.train.data.reading.values import (
     shown,
     without_padding,
 )
-from longctx.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,15 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from longctx.train.commands import train
 from longctx.constants import GIB
 from longctx.cost.machines import MACHINES
-from longctx.train.engines import fsdp
 from longctx.errors import UserError
+from longctx.loop import states
 from longctx.memory.decide import gpu_budget
+from longctx.train.commands import train
+from longctx.train.engines import fsdp
 from longctx.train.report import predicted
 from longctx.train.start import documents, loading
-from longctx.loop import states
 from longctx.train.trainer.trainer import LongTrainer
 
 H100 = MACHINES["h100"]

@@ -10,8 +10,8 @@ import pytest
 from small_job import DORA, LORA, STEPS, Warm, batch
 from small_tokenizer import small_tokenizer
 
-from longctx.train.commands import train
 from longctx.kernels import launch
+from longctx.train.commands import train
 
 
 @pytest.fixture(scope="module", autouse=True)

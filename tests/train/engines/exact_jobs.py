@@ -22,8 +22,8 @@ from small_run import add_callback, fork_ranks
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
-from longctx.train.commands import train
 from longctx.memory.optimizer import ExactAdamW
+from longctx.train.commands import train
 from longctx.train.trainer.trainer import LongTrainer
 
 

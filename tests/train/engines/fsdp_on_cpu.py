@@ -15,11 +15,11 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from longctx.errors import UserError
+from longctx.families.vision import tower_parameters
 from longctx.train.commands import train
 from longctx.train.engines import fsdp
 from longctx.train.engines.scatter import ScatterFromCompute
-from longctx.errors import UserError
-from longctx.families.vision import tower_parameters
 from longctx.train.trainer.trainer import LongTrainer
 
 begin = AcceleratorState.__init__

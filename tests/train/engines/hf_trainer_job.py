@@ -21,8 +21,8 @@ from transformers import (
 )
 
 import longctx
-from longctx.train.engines.builds import build_one_at_a_time
 from longctx.forwards import modules
+from longctx.train.engines.builds import build_one_at_a_time
 
 # Operators that the runs of other tests have built. In torch's own folder DeepSpeed would compile
 # them again, as it does whenever an environment has another path: 30 s.

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from longctx.errors import UserError
 from longctx.train.engines import builds
 from longctx.train.engines.builds import extensions_folder
-from longctx.errors import UserError
 
 
 def load(folder: Path, parent: Connection) -> None:

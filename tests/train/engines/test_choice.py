@@ -17,14 +17,14 @@ import yaml
 from accelerate import ParallelismConfig
 from paths import ROOT
 
+from longctx.errors import UserError
+from longctx.system import installed
 from longctx.train.engines import check_resume, choose_engine
 from longctx.train.engines.deepspeed import DeepSpeed
 from longctx.train.engines.fsdp import FSDP2
 from longctx.train.engines.plain import Plain
 from longctx.train.engines.protocol import Engine
-from longctx.errors import UserError
 from longctx.train.options.config import TrainArguments, read_settings
-from longctx.system import installed
 
 DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 

@@ -19,8 +19,8 @@ from small_job import (
     on_cpu,
 )
 
-from longctx.train.commands import train
 from longctx.system import installed
+from longctx.train.commands import train
 
 DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 KILLED = "zero3_cpu"

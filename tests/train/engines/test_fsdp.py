@@ -76,7 +76,11 @@ def test_accelerate_launch_with_an_fsdp_yaml(
     job: list[str], vanilla: Path, warm: Warm, tmp_path: Path
 ) -> None:
     launcher = [ACCELERATE, "--mixed_precision", "no"]
-    launcher += ["--config_file", "fsdp_configs/shared_2gpu.yaml", "tests/train/engines/fsdp_on_cpu.py"]
+    launcher += [
+        "--config_file",
+        "fsdp_configs/shared_2gpu.yaml",
+        "tests/train/engines/fsdp_on_cpu.py",
+    ]
     flags = ["--output_dir", f"{tmp_path}/run", "--save_strategy", "no", *batch(1)]
     warm.run(1, *launcher, *job, *flags)
     assert_same_run(tmp_path / "run", vanilla)

@@ -11,8 +11,8 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import TrainingArguments
 
-from longctx.train.engines.fsdp import FSDP2
 from longctx.errors import UserError
+from longctx.train.engines.fsdp import FSDP2
 
 FORMS = {
     "true": ("true", None, {}),

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from small_run import fork_ranks, prepare
 from transformers import TrainerCallback
 
+from longctx.errors import UserError
 from longctx.train.commands import train
 from longctx.train.engines import peers
 from longctx.train.engines.peers import end_with_peers
-from longctx.errors import UserError
 from longctx.train.program import program
 
 TIMEOUT_S = 30

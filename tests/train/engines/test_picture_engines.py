@@ -12,8 +12,8 @@ from paths import ROOT
 from safetensors.torch import load_file
 from small_job import Warm, batch, lines_of, on_cpu
 
-from longctx.train.commands import train
 from longctx.system import installed
+from longctx.train.commands import train
 
 small = pytest.importorskip("small_pictures")
 FSDP2 = "--fsdp true --fsdp_config fsdp_configs/fsdp2.json".split()

@@ -12,10 +12,10 @@ from paths import ROOT
 from small_job import Warm, assert_same_run, batch, lines_of, on_cpu
 
 from longctx.attention.shards import Shards
-from longctx.train.commands import train
 from longctx.errors import UserError
-from longctx.train.trainer.trainer import _joined
 from longctx.system import installed
+from longctx.train.commands import train
+from longctx.train.trainer.trainer import _joined
 
 SCRIPT = "tests/train/engines/fsdp_on_cpu.py"
 FSDP2 = "--fsdp true --fsdp_config fsdp_configs/fsdp2.json".split()

@@ -9,8 +9,8 @@ from paths import ROOT
 from small_job import Warm, assert_same_run, lines_of, on_cpu
 from small_task import flags, pairs, write_jsonl
 
-from longctx.train.commands import train
 from longctx.system import installed
+from longctx.train.commands import train
 
 METRICS = ("rewards/margins", "logps/chosen", "eval_rewards/margins")
 ROWS_A_STEP = 4

@@ -20,7 +20,7 @@ from longctx.cost.fitted import PROCESS_BYTES
 from longctx.errors import UserError
 from longctx.train.loading.pretrained import made_dense, read_config, read_model
 from longctx.train.loading.weights import holds_nf4
-from longctx.train.options.model import ModelSource
+from longctx.train.options.source import ModelSource
 from longctx.train.report.plan import main as plan
 from longctx.train.start.loading import load_config
 from longctx.train.start.options import parse_planned

@@ -13,10 +13,10 @@ from small_families import family_config
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from longctx.errors import UserError
+from longctx.families.classes import as_language_model, as_reward_model
 from longctx.train.loading.pretrained import read_config, read_model
 from longctx.train.loading.weights import fetched_files, refuse_without_experts
-from longctx.families.classes import as_language_model, as_reward_model
-from longctx.train.options.model import ModelSource
+from longctx.train.options.source import ModelSource
 
 SIZES = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2)
 SIZES |= dict(num_attention_heads=2, num_key_value_heads=1)

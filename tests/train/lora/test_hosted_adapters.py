@@ -21,13 +21,13 @@ from longctx.cost.kept import Keep
 from longctx.cost.machines import MACHINES
 from longctx.cost.peak import peak, phases
 from longctx.cost.sizes import Batch
-from longctx.train.lora.adapters import add_adapters
-from longctx.train.lora.quantise import quantise_
+from longctx.families.blocks import state_blocks
 from longctx.memory.levels import Levels
 from longctx.memory.place import PlacedStates
-from longctx.families.blocks import state_blocks
 from longctx.runtime.costs import StepTable
 from longctx.runtime.runtime import patched_part
+from longctx.train.lora.adapters import add_adapters
+from longctx.train.lora.quantise import quantise_
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan.predict import Plan, Run, Subject, plan
 from longctx.train.start.loading import load_config

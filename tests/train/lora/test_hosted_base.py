@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 import longctx
 from longctx.cost.peak import peak, phases
 from longctx.cost.sizes import Batch
-from longctx.train.lora.quantise import quantise_
+from longctx.families.blocks import move_buffers, state_blocks
 from longctx.memory.levels import Levels
 from longctx.memory.place import PlacedStates
-from longctx.families.blocks import move_buffers, state_blocks
 from longctx.runtime.costs import StepTable
 from longctx.runtime.runtime import patched_part
+from longctx.train.lora.quantise import quantise_
 from longctx.train.options.config import ModelArguments
 from longctx.train.start.loading import load_config
 

@@ -16,12 +16,12 @@ from small_fp8 import in_fp8
 from small_run import logged, prepare, run
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+from longctx.errors import UserError
+from longctx.families.blocks import scales
 from longctx.train import cli
 from longctx.train.commands import train
-from longctx.errors import UserError
 from longctx.train.lora.adapters import Reached, adapter_bytes, check_lora
 from longctx.train.lora.quantise import quantise_shapes_, quantised_loading
-from longctx.families.blocks import scales
 from longctx.train.options.config import ModelArguments
 from longctx.train.output.manifest import read_manifest, write_manifest
 from longctx.train.start.loading import check_request, load_config

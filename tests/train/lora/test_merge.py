@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from small_tokenizer import small_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from longctx.train import cli
 from longctx.errors import UserError
+from longctx.train import cli
 from longctx.train.lora import foreign
 from longctx.train.lora.merge import merge
 from longctx.train.output import folder as output_folder

@@ -20,19 +20,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, G
 
 import longctx
 from exactness import DEVICE, relative_error
-from longctx.train import cli
+from longctx.calls.positions import keep_documents_apart
 from longctx.errors import UserError
+from longctx.families.blocks import state_blocks
+from longctx.families.families import layers_of
+from longctx.families.stand_ins import shaped_experts
+from longctx.loop.metrics import parameters_in_matmuls
+from longctx.train import cli
 from longctx.train.lora import quantised_reading
 from longctx.train.lora.adapters import add_adapters, check_lora, expert_stacks
 from longctx.train.lora.quantise import check_experts, quantise_, quantise_shapes_, round_to_nf4_
-from longctx.families.blocks import state_blocks
-from longctx.families.families import layers_of
-from longctx.calls.positions import keep_documents_apart
-from longctx.families.stand_ins import shaped_experts
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan.predict import Run, Subject
 from longctx.train.start.loading import load_config, load_model
-from longctx.loop.metrics import parameters_in_matmuls
 
 peft = pytest.importorskip("peft")
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -6,9 +6,9 @@ import shlex
 
 import pytest
 
+from longctx.errors import UserError
 from longctx.train import cli
 from longctx.train.commands.train import QUICKSTART
-from longctx.errors import UserError
 from longctx.train.options.config import parse_flags
 from longctx.train.report.plan import _parse
 from longctx.train.start.options import parse_args

@@ -10,8 +10,8 @@ import torch
 from paths import ROOT
 from transformers import get_scheduler
 
-from longctx.train.engines.deepspeed import DeepSpeed
 from longctx.errors import UserError
+from longctx.train.engines.deepspeed import DeepSpeed
 from longctx.train.options.config import parse_flags
 from longctx.train.options.shipped import OPTIONS, find
 from longctx.train.start.options import parse_args

@@ -9,9 +9,9 @@ import pytest
 import torch
 from small_run import logged, run
 
+from longctx.errors import UserError
 from longctx.train.commands import train
 from longctx.train.engines.plain import Plain
-from longctx.errors import UserError
 from longctx.train.output.definition import define, differences
 
 RESUME = ("--resume_from_checkpoint", "last", "--max_steps", "5")

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from longctx.errors import UserError
 from longctx.train.engines.fsdp import FSDP2
 from longctx.train.engines.plain import Plain
-from longctx.errors import UserError
 from longctx.train.options.config import DataArguments, ModelArguments, TrainArguments
 from longctx.train.output.folder import (
     check_disk_space,

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from longctx.errors import MOST_CHARACTERS, UserError
 from longctx.train.output import verify
 from longctx.train.output.definition import check_same_run, define
-from longctx.train.output.manifest import Damaged, _digest, check_files, read_manifest, write_manifest
+from longctx.train.output.manifest import (
+    Damaged,
+    _digest,
+    check_files,
+    read_manifest,
+    write_manifest,
+)
 from longctx.train.output.resume import best_checkpoint, integrity_problem, read_state
 
 CHEAP = settings(

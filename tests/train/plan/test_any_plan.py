@@ -12,10 +12,10 @@ from small_plan import card
 from transformers import AutoModelForCausalLM
 
 import longctx
+from longctx.any_model import measured
 from longctx.constants import GIB
 from longctx.cost.dims import UNKNOWN
 from longctx.errors import UserError
-from longctx.any_model import measured
 from longctx.runtime.peers import peer_sizes
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan.measure import gpu_here

@@ -10,8 +10,8 @@ from small_plan import card, eight_layers, run
 
 from longctx.constants import GIB
 from longctx.cost.machines import Machine
-from longctx.train.engines.layout import FullyShard
 from longctx.errors import UserError
+from longctx.train.engines.layout import FullyShard
 from longctx.train.lora.adapters import with_lora
 from longctx.train.lora.shapes import with_lora_shapes
 from longctx.train.options.config import ModelArguments

@@ -14,7 +14,9 @@ from longctx.cost.fitted import SHARED_LINK
 from longctx.cost.machines import MACHINES
 from longctx.cost.peak import LIBRARY_BYTES
 from longctx.cost.sizes import Parameters
+from longctx.errors import UserError
 from longctx.loop import collectives
+from longctx.memory.pending import Pending
 from longctx.train.engines import fsdp
 from longctx.train.engines.fsdp import FSDP2
 from longctx.train.engines.layout import (
@@ -24,8 +26,6 @@ from longctx.train.engines.layout import (
     fully_shard_layout,
     zero_layout,
 )
-from longctx.errors import UserError
-from longctx.memory.pending import Pending
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan import engines as planned_engines
 from longctx.train.plan.engines import ShardedStates, averaged, exchanged, shared_rows

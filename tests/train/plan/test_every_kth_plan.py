@@ -12,12 +12,12 @@ import pytest
 from longctx.constants import GIB
 from longctx.cost.kept import Keep, describe, run_again
 from longctx.cost.machines import MACHINES
-from longctx.train.engines.layout import FullyShard
 from longctx.errors import UserError
+from longctx.memory.decide import decide_as_given
 from longctx.memory.ladder import predicted
+from longctx.train.engines.layout import FullyShard
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan import predict
-from longctx.memory.decide import decide_as_given
 from longctx.train.plan.given import read_given, written
 from longctx.train.plan.predict import Plan, Run, Subject, plan
 from longctx.train.start.loading import load_config

@@ -12,10 +12,10 @@ from small_model import tiny_config
 from longctx.constants import GIB
 from longctx.cost.machines import MACHINES
 from longctx.errors import UserError
+from longctx.memory.decide import decide_as_given
 from longctx.memory.place import Place
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan import predict
-from longctx.memory.decide import decide_as_given
 from longctx.train.plan.given import Given, read_given, written
 from longctx.train.plan.predict import Plan, Run, Subject, plan
 

@@ -12,26 +12,25 @@ import torch
 from small_model import tiny_config
 from small_plan import card, run
 
+from longctx.any_model.declined import is_dropout, set_dropout_, why_declined
 from longctx.constants import GIB
 from longctx.cost.machines import MACHINES
 from longctx.errors import UserError
-from longctx.train.lora.adapters import with_lora
-from longctx.memory.ladder import DROPS
 from longctx.families.blocks import state_blocks
-from longctx.any_model.declined import is_dropout, set_dropout_, why_declined
+from longctx.loop import states
+from longctx.loop.exact_adamw import _Placing
+from longctx.memory.ladder import DROPS
 from longctx.patching.patch import patch_custom
 from longctx.runtime.peers import peer_kind
+from longctx.settings import FUSED, PARTS, TaskName
+from longctx.train.lora.adapters import with_lora
 from longctx.train.options.config import ModelArguments
-from longctx.train.options.parts import FUSED, PARTS
-from longctx.train.options.task import TaskName
 from longctx.train.plan import predict
 from longctx.train.plan.changes import changes
 from longctx.train.plan.predict import Plan, Run, Subject, plan
 from longctx.train.report.plan_numbers import Answer, as_json
 from longctx.train.report.plan_text import figures, title_of
-from longctx.loop import states
 from longctx.train.start.loading import load_config
-from longctx.loop.exact_adamw import _Placing
 
 MACHINE = card(24)
 

@@ -20,11 +20,11 @@ from longctx.cost.seconds import priced
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Table, load
 from longctx.errors import UserError
-from longctx.train.lora.adapters import with_lora
 from longctx.families.classes import without_storage
 from longctx.runtime.costs import StepTable
 from longctx.runtime.peer_costs import COUNTED
 from longctx.runtime.peers import peer_sizes
+from longctx.train.lora.adapters import with_lora
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan import predict
 from longctx.train.plan.predict import Run, Subject, plan

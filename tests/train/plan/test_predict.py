@@ -21,14 +21,14 @@ from longctx.cost.machines import MACHINES
 from longctx.cost.sizes import Batch
 from longctx.cost.table import load
 from longctx.errors import UserError
-from longctx.layer.parts.attention import attention_flops
-from longctx.runtime.costs import StepTable
 from longctx.families.family import head_dim
+from longctx.layer.parts.attention import attention_flops
+from longctx.loop.metrics import attended
+from longctx.runtime.costs import StepTable
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan.predict import Plan, Subject, longest, plan
 from longctx.train.plan.shortage import shortage
 from longctx.train.start.loading import load_config
-from longctx.loop.metrics import attended
 
 
 @cache

@@ -11,8 +11,8 @@ import pytest
 from paths import ROOT
 
 from longctx import __version__
-from longctx.train import cli
 from longctx.errors import UserError
+from longctx.train import cli
 
 
 def longctx(module: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -118,7 +118,14 @@ def test_a_plan_imports_no_engine_no_trainer_no_text_and_no_figure() -> None:
         [sys.executable, "-c", PLANNED], env=env, capture_output=True, text=True, check=True
     )
     *_, modules, collects = done.stdout.splitlines()
-    unused = {"deepspeed", "matplotlib", "liger_kernel", "trl", "longctx.train.data", "longctx.train.output"}
+    unused = {
+        "deepspeed",
+        "matplotlib",
+        "liger_kernel",
+        "trl",
+        "longctx.train.data",
+        "longctx.train.output",
+    }
     unused |= {"transformers.trainer", "datasets", "pandas"}
     assert not unused & {*modules.split()}
     assert collects == "collects True"

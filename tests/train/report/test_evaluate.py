@@ -14,8 +14,8 @@ from small_run import prepare, run
 from small_tokenizer import small_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from longctx.train.cli import main
 from longctx.errors import UserError
+from longctx.train.cli import main
 from longctx.train.report import evaluate
 from longctx.train.report.evaluate import cut_windows, find_needles, loss_by_position, token_losses
 from longctx.train.report.needle import DEPTHS, needles

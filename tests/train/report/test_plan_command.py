@@ -10,8 +10,8 @@ import pytest
 from paths import ROOT
 from rich.console import Console
 
-from longctx.train.engines.layout import FullyShard
 from longctx.errors import UserError
+from longctx.train.engines.layout import FullyShard
 from longctx.train.loading.pretrained import SIZES
 from longctx.train.plan.changes import FSDP2 as FSDP2_FLAGS
 from longctx.train.report.plan import main
@@ -69,7 +69,11 @@ def test_seconds_that_nobody_measured_are_a_range(capsys) -> None:
 
 def test_adapters(capsys, monkeypatch) -> None:
     """Without PEFT and bitsandbytes: the machine that is planned for has them."""
-    for module in ("longctx.train.lora.quantise", "longctx.train.lora.adapters", "longctx.train.plan.predict"):
+    for module in (
+        "longctx.train.lora.quantise",
+        "longctx.train.lora.adapters",
+        "longctx.train.plan.predict",
+    ):
         monkeypatch.setattr(f"{module}.installed", lambda name: False)
     words = ["--seq_len", "32768", "--lora_r", "16"]
     whole, lora = result(capsys, *words[:2]), result(capsys, *words)

@@ -17,16 +17,23 @@ from transformers import TrainerCallback
 from longctx.constants import GIB
 from longctx.cost.kept import in_order
 from longctx.cost.machines import MACHINES
-from longctx.train.engines.deepspeed import DeepSpeed
-from longctx.train.engines.plain import Plain
 from longctx.errors import UserError
 from longctx.memory.place import KINDS
+from longctx.train.engines.deepspeed import DeepSpeed
+from longctx.train.engines.plain import Plain
 from longctx.train.options.config import ModelArguments
 from longctx.train.output import METRICS
 from longctx.train.plan.predict import Plan, Run, Subject, plan
 from longctx.train.report import predicted
 from longctx.train.report.plan import main as plan_command
-from longctx.train.report.predicted import compare, document_tokens, equal_tokens, foresee, lines, measure
+from longctx.train.report.predicted import (
+    compare,
+    document_tokens,
+    equal_tokens,
+    foresee,
+    lines,
+    measure,
+)
 from longctx.train.start.loading import load_config
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")

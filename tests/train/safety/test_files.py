@@ -15,7 +15,13 @@ import torch
 from longctx.errors import UserError, say
 from longctx.train.safety import files
 from longctx.train.safety.checksum import checksum
-from longctx.train.safety.files import odd_entry, open_regular, read_json, refuse_odd, tensor_problem
+from longctx.train.safety.files import (
+    odd_entry,
+    open_regular,
+    read_json,
+    refuse_odd,
+    tensor_problem,
+)
 from longctx.train.safety.processes import Unbounded, in_child
 
 MANY = 3 * 10**9

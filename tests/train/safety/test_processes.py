@@ -19,10 +19,10 @@ from small_run import prepare, run
 from small_tokenizer import small_tokenizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from longctx.errors import UserError
 from longctx.train.data.pack.cache import remove_leftovers
 from longctx.train.data.rows import build_dataset
 from longctx.train.data.text import tokens
-from longctx.errors import UserError
 from longctx.train.options.config import DataArguments
 from longctx.train.safety.processes import bound_children, explained_workers, make_room_for_workers
 

@@ -11,8 +11,8 @@ from small_run import on_ranks, prepare, run
 from small_tokenizer import small_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from longctx.train.commands import train
 from longctx.errors import UserError
+from longctx.train.commands import train
 from longctx.train.options.config import ModelArguments, TrainArguments
 from longctx.train.start import documents
 from longctx.train.start.documents import needs_one_document

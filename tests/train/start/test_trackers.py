@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from small_run import prepare, run
 
-from longctx.train.trainer.callbacks import Reporter
 from longctx.train.start.trackers import tracked_as, tracked_name
+from longctx.train.trainer.callbacks import Reporter
 
 
 @pytest.mark.usefixtures("reference_kernels")

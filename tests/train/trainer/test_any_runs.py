@@ -13,9 +13,9 @@ from small_run import prepare, run
 from small_tokenizer import small_tokenizer
 from transformers import AutoModelForCausalLM
 
-from longctx.train.commands import train
-from longctx.errors import UserError
 from longctx.any_model import probe
+from longctx.errors import UserError
+from longctx.train.commands import train
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

@@ -13,8 +13,8 @@ from transformers import LlamaForCausalLM
 
 from longctx.memory import store
 from longctx.patching.patch import patch_as
+from longctx.settings import PatchOptions
 from longctx.train.options.config import TrainArguments
-from longctx.train.options.model import PatchOptions
 from longctx.train.trainer import callbacks
 from longctx.train.trainer.callbacks import Console, Lines, Reserve, console
 

@@ -23,9 +23,9 @@ from small_run import SendAt, add_callback, prepare, run
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from longctx.train.commands import train
 from longctx.errors import UserError
 from longctx.kernels.adamw import split_master, weight_checksums
+from longctx.train.commands import train
 from longctx.train.output import METRICS
 from longctx.train.trainer.exact import ExactTrainer
 from longctx.train.trainer.trainer import LongTrainer

@@ -7,13 +7,13 @@ import torch
 from small_run import prepare, run
 
 from longctx.constants import GIB
+from longctx.errors import UserError
+from longctx.loop import states
 from longctx.train.engines.deepspeed import DeepSpeed
 from longctx.train.engines.fsdp import FSDP2
-from longctx.errors import UserError
 from longctx.train.options.config import TrainArguments
 from longctx.train.output import METRICS
 from longctx.train.start import options
-from longctx.loop import states
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

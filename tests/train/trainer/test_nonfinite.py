@@ -12,8 +12,8 @@ from small_run import add_callback, prepare, run
 from torch import nn
 from transformers import TrainerCallback
 
-from longctx.train.data.rows import collate
 from longctx.errors import UserError
+from longctx.train.data.rows import collate
 from longctx.train.output import METRICS
 from longctx.train.trainer import nonfinite
 from longctx.train.trainer.nonfinite import first_nonfinite

@@ -12,12 +12,12 @@ import pytest
 import torch
 from small_tokenizer import small_tokenizer
 
-from longctx.train.commands import train
 from longctx.errors import UserError
 from longctx.head import loss
 from longctx.head import stream as head
 from longctx.layer import passes
 from longctx.layer.parts import mlp
+from longctx.train.commands import train
 from longctx.train.trainer import oom
 from longctx.train.trainer.oom import OutOfMemory
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 import longctx
-from longctx.train.commands import train
 from longctx.errors import UserError
+from longctx.train.commands import train
 from longctx.train.output import METRICS
 from longctx.train.tasks.scoring import attach_scoring
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 import longctx
-from longctx.train.commands import train
 from longctx.errors import UserError
+from longctx.train.commands import train
 from longctx.train.output import METRICS
 
 small = pytest.importorskip("small_pictures")

@@ -15,20 +15,20 @@ from small_tokenizer import small_tokenizer
 from small_vision import KINDS, image_batch, mllama_config, vision_config, vision_model
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from longctx.train.engines.deepspeed import DeepSpeed
-from longctx.train.engines.plain import Plain
 from longctx.errors import UserError
-from longctx.train.lora.adapters import adapter_bytes
-from longctx.train.lora.merge import main as merge
 from longctx.families.blocks import state_blocks
 from longctx.families.classes import as_reward_model, class_of
 from longctx.families.vision import at_rest, towers
+from longctx.train.engines.deepspeed import DeepSpeed
+from longctx.train.engines.plain import Plain
+from longctx.train.lora.adapters import adapter_bytes
+from longctx.train.lora.merge import main as merge
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan.predict import Subject
-from longctx.train.trainer import trainer as trainer_file
 from longctx.train.start.eyes import check_shared_rows
 from longctx.train.start.loading import load_config, load_model, weights_bytes
 from longctx.train.start.options import check_towers
+from longctx.train.trainer import trainer as trainer_file
 
 VOCAB = len(small_tokenizer())
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from longctx.errors import UserError
 from longctx.train.data.chat.ends import EndTokens, Rendered
 from longctx.train.data.reading.places import in_parts
-from longctx.errors import UserError
 
 # Real templates add at most a few kB of instructions to what they are given.
 RENDERED_FACTOR, RENDERED_CHARS = 20, 1_000_000

@@ -21,11 +21,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from longctx.errors import UserError
 from longctx.train.data.chat.conversation import Asked, Renderer, unless_refused
 from longctx.train.data.chat.ends import Rendered, Span, with_ends
 from longctx.train.data.chat.shown import check_shown, check_words
 from longctx.train.data.reading.turns import REASONING
-from longctx.errors import UserError
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 DIFFERENCE_CHARS = 30

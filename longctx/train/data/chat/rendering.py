@@ -20,13 +20,13 @@ from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from longctx.errors import UserError
 from longctx.train.data.chat.continuations import Continuations, Continued
 from longctx.train.data.chat.conversation import Asked, reason
 from longctx.train.data.chat.ends import EndTokens, Rendered, end_tokens
 from longctx.train.data.chat.masks import MARKERS, Conversation, Ending, EndingOf, PartsOf
 from longctx.train.data.chat.training_templates import Family, Recognition, candidates
 from longctx.train.data.reading.records import CHAT_ANSWERS, CHATS, Document
-from longctx.errors import UserError
 from longctx.train.safety.processes import die_with_parent, fork, limit_memory
 
 Ends = Callable[[str], EndTokens]

@@ -13,11 +13,11 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+from longctx.errors import UserError
 from longctx.train.data.chat.conversation import Asked
 from longctx.train.data.chat.ends import Span
 from longctx.train.data.reading.turns import REASONING
 from longctx.train.data.reading.values import shown
-from longctx.errors import UserError
 
 MUST_SHOW = (*REASONING, "refusal", "audio", "tool_calls", "tools", "functions", "documents")
 """Keys of a turn that a template has to show."""

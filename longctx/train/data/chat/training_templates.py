@@ -21,9 +21,9 @@ from typing import Any
 
 import yaml
 
+from longctx.errors import UserError
 from longctx.train.data.chat.conversation import Renderer, Training
 from longctx.train.data.chat.masks import MARKERS, Conversation, same_at
-from longctx.errors import UserError
 
 FOLDER = Path(__file__).with_name("templates")
 

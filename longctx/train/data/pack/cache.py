@@ -38,8 +38,8 @@ import xxhash
 from datasets import Dataset, Features
 from transformers import PreTrainedTokenizerBase
 
-from longctx.train.data.chat import training_templates
 from longctx.errors import UserError, print_rank0
+from longctx.train.data.chat import training_templates
 from longctx.train.safety.checksum import checksum
 from longctx.train.safety.files import MOST_JSON_BYTES, read_small
 

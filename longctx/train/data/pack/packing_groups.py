@@ -39,9 +39,15 @@ import numpy as np
 from datasets import Features, List, Value
 
 from longctx.constants import IGNORE_INDEX
-from longctx.train.data.pack.packing import OPEN_ROWS, TOKEN_COLUMNS, LongDocuments, best_fit, left_out
-from longctx.train.data.reading.groups import MISMATCHED, TASKS, Group, Rows
 from longctx.errors import UserError, many
+from longctx.train.data.pack.packing import (
+    OPEN_ROWS,
+    TOKEN_COLUMNS,
+    LongDocuments,
+    best_fit,
+    left_out,
+)
+from longctx.train.data.reading.groups import MISMATCHED, TASKS, Group, Rows
 
 GROUP_ROW_FEATURES = Features(
     {

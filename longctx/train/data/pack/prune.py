@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longctx.constants import GIB
-from longctx.train.data.pack.cache import CHECKSUM, FILE_NAME, FORMAT, TEMPORARY_NAME
 from longctx.errors import UserError, say
+from longctx.system import expanded
+from longctx.train.data.pack.cache import CHECKSUM, FILE_NAME, FORMAT, TEMPORARY_NAME
 from longctx.train.options.config import DataArguments
 from longctx.train.program import Parser
-from longctx.system import expanded
 
 DAY_S = 24 * 3600
 KILLED, OTHER = "killed runs' leftovers", "other formats"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from longctx.errors import UserError
 from longctx.train.data.pictures.picture import held, pixels_hash
 from longctx.train.data.pictures.processor import Pictures
 from longctx.train.data.reading.picture_sources import source_named
-from longctx.errors import UserError
 
 Span = tuple[int, int]
 

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 import xxhash
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from longctx.train.data.reading.picture_sources import Source
 from longctx.errors import UserError
+from longctx.train.data.reading.picture_sources import Source
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 MOST_BYTES = 2**28

@@ -21,12 +21,12 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
+from longctx.errors import UserError
 from longctx.train.data.pictures.picture import is_plain, picture_of
 from longctx.train.data.reading.picture_sources import Source, source_named
 from longctx.train.data.reading.places import in_parts
 from longctx.train.data.reading.records import CHATS, as_document
 from longctx.train.data.reading.values import parse_json
-from longctx.errors import UserError
 
 
 def conversations(file: str | Path, folder: str | Path | None = None) -> list[dict[str, Any]]:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from PIL import Image
 
-from longctx.train.data.pictures.processor import Pictures
 from longctx.errors import UserError, one_line
+from longctx.train.data.pictures.processor import Pictures
 from longctx.train.safety.processes import Unbounded, in_child
 
 TRIAL_S, TRIAL_BYTES = 30.0, 1 << 30

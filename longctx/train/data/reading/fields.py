@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from longctx.train.data.reading.values import is_flag, kind, parse_json, shown
 from longctx.errors import UserError
+from longctx.train.data.reading.values import is_flag, kind, parse_json, shown
 
 WHOLE_RECORDS = "records are trained whole or left out of the file"
 BY_TURN = "write `train`: true or false on the turns"

@@ -12,10 +12,10 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from longctx.train.data.reading.folders import Tell, files_in_folder, walk
-from longctx.train.data.reading.kinds import check_readable, record_suffix
 from longctx.errors import UserError
 from longctx.system import expanded
+from longctx.train.data.reading.folders import Tell, files_in_folder, walk
+from longctx.train.data.reading.kinds import check_readable, record_suffix
 
 # The standard library without tests and without `encodings`, 1.4 MB of character tables. Python
 # 3.11 leaves 536 files, 10.4 MB, 2.6M tokens of the default tokenizer: 650 rows of 4096 or 21 of

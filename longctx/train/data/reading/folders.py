@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+from longctx.errors import UserError, many, printable
 from longctx.train.data.reading.json_values import has_form, read_json_file
 from longctx.train.data.reading.kinds import (
     CELL_SUFFIXES,
@@ -32,7 +33,6 @@ from longctx.train.data.reading.opened import Text
 from longctx.train.data.reading.saved import not_saved
 from longctx.train.data.reading.splits import choose
 from longctx.train.data.reading.tables import columns_of_cells
-from longctx.errors import UserError, many, printable
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages"})
 CARDS = re.compile(r"(?i)(readme|license|licence|notice|citation|changelog|contributing)\b.*")

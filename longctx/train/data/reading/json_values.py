@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from longctx.errors import UserError, printable
 from longctx.train.data.reading.opened import BLOCK_BYTES, Text
 from longctx.train.data.reading.values import check_depth, fault, parse_json
-from longctx.errors import UserError, printable
 
 MOST_CHARS = 1 << 30
 """Longest value, other than a list of records, of a .json file: it is held in memory."""

@@ -13,8 +13,8 @@ import re
 import shlex
 from pathlib import Path
 
-from longctx.train.data.reading.encodings import advice, byte_order_mark, guess
 from longctx.errors import UserError
+from longctx.train.data.reading.encodings import advice, byte_order_mark, guess
 
 LINE_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 CELL_SUFFIXES = frozenset({".csv", ".tsv"})

@@ -28,12 +28,12 @@ from datasets import (
 from datasets.packaged_modules.csv.csv import CsvConfig
 from pandas.errors import ParserWarning
 
+from longctx.errors import UserError
+from longctx.system import expanded
 from longctx.train.data.reading.folders import MOST_NAMED, other_records
 from longctx.train.data.reading.saved import SPLITS, STATE
 from longctx.train.data.reading.tables import cell_value
-from longctx.errors import UserError
 from longctx.train.options.config import DataArguments
-from longctx.system import expanded
 
 Tell = Callable[[str], None]
 AS_TEXT: dict[str, Any] = {"keep_default_na": False, "na_filter": False, "index_col": False}

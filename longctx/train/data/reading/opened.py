@@ -19,9 +19,9 @@ from typing import IO, Any
 
 import pyarrow as pa
 
+from longctx.errors import UserError
 from longctx.train.data.reading.encodings import byte_order_mark, decode
 from longctx.train.data.reading.kinds import compression
-from longctx.errors import UserError
 
 BLOCK_BYTES = 1 << 20
 GROWTH = 200

@@ -20,9 +20,9 @@ import pyarrow
 import pyarrow.compute
 from datasets import Audio, Dataset, Image, IterableDataset, List, Video
 
+from longctx.errors import UserError
 from longctx.train.data.reading.media import PICTURES
 from longctx.train.data.reading.values import kind
-from longctx.errors import UserError
 
 if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
     from PIL.Image import Image as Decoded

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from longctx.errors import UserError
 from longctx.train.data.reading.groups import Rows
 from longctx.train.data.reading.places import (
     MARK,
@@ -28,7 +29,6 @@ from longctx.train.data.reading.places import (
 from longctx.train.data.reading.preferences import PAIR, is_pair, read_group
 from longctx.train.data.reading.texts import read_text
 from longctx.train.data.reading.turns import TURNS
-from longctx.errors import UserError
 
 _TEXTS = (*TURNS, "instruction", "input", "output", "system", "system_prompt", "history")
 """The keys of texts and turns that may have places."""

@@ -21,9 +21,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from longctx.errors import UserError, many
 from longctx.train.data.reading.media import PICTURES, part_medium
 from longctx.train.data.reading.turns import TURNS
-from longctx.errors import UserError, many
 
 MARK = "\x00image\x00"
 WRITTEN = "<image>"

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from longctx.errors import UserError
 from longctx.train.data.reading.fields import (
     IN_CONVERSATIONS,
     alpaca_question,
@@ -39,7 +40,6 @@ from longctx.train.data.reading.fields import (
 from longctx.train.data.reading.groups import Rows
 from longctx.train.data.reading.turns import REASONING, read_turns
 from longctx.train.data.reading.values import is_flag, kind, shown
-from longctx.errors import UserError
 
 PAIRS = "`chosen` and `rejected` beside a `prompt`, or as whole conversations"
 RATED = "`prompt`, `completion` and `label`"

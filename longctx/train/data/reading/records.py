@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from longctx.errors import UserError
 from longctx.train.data.reading.fields import ALWAYS, check_choices
 from longctx.train.data.reading.groups import READERS, SEEN_BY, TASKS, Rows
 from longctx.train.data.reading.picture_sources import named_source
@@ -23,7 +24,6 @@ from longctx.train.data.reading.texts import read_text
 from longctx.train.data.reading.turns import TURNS, listed_turns
 from longctx.train.data.reading.unread_media import unread_media
 from longctx.train.data.reading.values import check_depth, kind
-from longctx.errors import UserError
 
 FORMATS: dict[Rows, str] = {
     "text": "`text`, `messages`, `conversations`, `prompt` and `completion` or `instruction` and "

@@ -14,15 +14,20 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
+from longctx.errors import UserError, printable
 from longctx.train.data.reading.encodings import advice, byte_order_mark, decode, guess_file
 from longctx.train.data.reading.files import unreadable
 from longctx.train.data.reading.groups import READERS, Rows
 from longctx.train.data.reading.json_values import Found, read_json_file, read_json_lines
-from longctx.train.data.reading.kinds import CELL_SUFFIXES, LINE_SUFFIXES, compression, record_suffix
+from longctx.train.data.reading.kinds import (
+    CELL_SUFFIXES,
+    LINE_SUFFIXES,
+    compression,
+    record_suffix,
+)
 from longctx.train.data.reading.opened import Text
 from longctx.train.data.reading.records import FORMATS, Document, as_document
 from longctx.train.data.reading.tables import read_cells, read_columns
-from longctx.errors import UserError, printable
 
 # A Latin-1 page of French holds 3% accented letters, and every one of them would be lost.
 UNDECODABLE_SHARE = 0.02

@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset
 
+from longctx.errors import UserError, many, one_line, printable
 from longctx.train.data.reading.json_values import Found, has_form
 from longctx.train.data.reading.kinds import record_suffix
 from longctx.train.data.reading.media import PICTURES
@@ -32,7 +33,6 @@ from longctx.train.data.reading.opened import Text, check_growth
 from longctx.train.data.reading.picture_sources import DATA_URL, undecoded
 from longctx.train.data.reading.turns import TURNS
 from longctx.train.data.reading.values import read_row
-from longctx.errors import UserError, many, one_line, printable
 
 STRINGS = frozenset(
     "text prompt completion instruction input output chosen rejected system system_prompt".split()

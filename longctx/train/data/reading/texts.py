@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from longctx.errors import UserError
 from longctx.train.data.reading.fields import (
     IN_CONVERSATIONS,
     alpaca_question,
@@ -28,7 +29,6 @@ from longctx.train.data.reading.fields import (
 )
 from longctx.train.data.reading.groups import TASKS
 from longctx.train.data.reading.turns import check_some_trained, read_turns
-from longctx.errors import UserError
 
 Read = tuple[Literal["text", "completion", "chat", "instruction"], Any]
 

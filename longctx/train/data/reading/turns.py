@@ -13,9 +13,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from longctx.errors import UserError
 from longctx.train.data.reading.media import COLUMNS, CURES, NOUNS, PARTS, part_medium
 from longctx.train.data.reading.values import check_depth, fault, is_flag, kind, parse_json, shown
-from longctx.errors import UserError
 
 ROLES = {
     "system": "system",

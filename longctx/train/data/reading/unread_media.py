@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from longctx.errors import UserError
 from longctx.train.data.reading.media import (
     COLUMNS,
     CURES,
@@ -30,7 +31,6 @@ from longctx.train.data.reading.media import (
     words_of,
 )
 from longctx.train.data.reading.turns import TURNS
-from longctx.errors import UserError
 
 _TEXTS = ("text", "instruction", "input", "output", "system", "system_prompt", "history", *TURNS)
 _OTHERS = frozenset((*_TEXTS, "tools", "functions", "documents", "chat_template_kwargs"))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from longctx.errors import UserError
 from longctx.train.data.chat.ends import Span
 from longctx.train.data.chat.rendering import rendered
 from longctx.train.data.pack.packing import Piece
@@ -26,7 +27,6 @@ from longctx.train.data.reading.media import strings_of
 from longctx.train.data.reading.places import WRITTEN
 from longctx.train.data.reading.records import CHATS, WITH_PICTURES, Document
 from longctx.train.data.text.windows import WINDOW_CHARS, call, tokenise
-from longctx.errors import UserError
 
 if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
     from longctx.train.data.pictures.processor import Pictures

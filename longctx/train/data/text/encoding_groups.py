@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from longctx.errors import UserError
 from longctx.train.data.chat.rendering import continued
 from longctx.train.data.reading.groups import Group
 from longctx.train.data.reading.records import CHAT_ANSWERS, Document
@@ -38,7 +39,6 @@ from longctx.train.data.text.encoding import (
     with_end,
 )
 from longctx.train.data.text.windows import tokenise
-from longctx.errors import UserError
 
 if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
     from longctx.train.data.pictures.processor import Pictures

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
+from longctx.system import expanded
 from longctx.train.data.pack.cache import open_arrow, scratch_folder, write_arrow
 from longctx.train.data.pack.packing import Piece
 from longctx.train.data.reading.groups import (
@@ -36,7 +37,6 @@ from longctx.train.data.reading.values import read_row
 from longctx.train.data.text.encoding import encode
 from longctx.train.data.text.encoding_groups import encode_groups
 from longctx.train.safety.processes import bound_children, explained_workers, same_environ
-from longctx.system import expanded
 
 if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
     from longctx.train.data.pictures.processor import Pictures

@@ -18,8 +18,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from longctx.train.data.text.windows import call
 from longctx.errors import UserError, print_rank0
+from longctx.train.data.text.windows import call
 from longctx.train.safety.processes import Unbounded, in_child
 
 TRIAL_S, TRIAL_BYTES = 30.0, 1 << 30

@@ -1,0 +1,5 @@
+"""The program: `longctx train` and the other commands, over the library in the folders beside this
+one.
+
+The library never imports it (tests/test_rooms.py).
+"""

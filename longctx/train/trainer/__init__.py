@@ -1,0 +1,2 @@
+"""transformers' Trainer with exact states and whole checkpoints, and what happens around its
+steps."""
