@@ -3,11 +3,12 @@
     python scripts/rooms.py              this tree
     python scripts/rooms.py 55ff973      the tree of a commit
 
-A *floor* is a file's height over the files that import nothing of ours. A *room* is a folder of
-longctx/; files beside the rooms (train/cli.py, errors.py, ...) are one, called `longctx`. Every import
-statement counts, those inside functions too; what the public doors (longctx/__init__.py, train/cli.py)
-import by name when it is asked for, or for type checkers alone, does not. tests/test_rooms.py holds
-the tree to this count.
+A *floor* is a file's height over the files that import nothing of ours. A *room* is a folder of the
+library, longctx/, or of the program, longctx/train/, which the library never imports. The files
+beside the rooms of a house (errors.py, train/cli.py, ...) are one room, called `longctx` or `train`.
+Every import statement counts, those inside functions too; what the public doors (__init__.py,
+__main__.py, train/cli.py) import by name when it is asked for, or for type checkers alone, does
+not. tests/test_rooms.py holds the tree to this count.
 """
 
 from __future__ import annotations
@@ -67,10 +68,16 @@ def _file(module: str, names: set[str]) -> str:
 
 
 def room(module: str) -> str:
-    parts = module.split(".")
-    if parts[0] == "kernels":
+    """The room of a module: `cost`, `train/plan`."""
+    first, *folders = module.split(".")[:-1] or [""]
+    if first == "kernels":
         return "kernels"
-    return parts[1] if len(parts) > 2 else "longctx"
+    return "/".join(folders[: 2 if folders[:1] == ["train"] else 1]) or "longctx"
+
+
+def house(module: str) -> str:
+    """`program` for a module of longctx/train, else `library`."""
+    return "program" if module.startswith("longctx.train.") else "library"
 
 
 def floors(imports: Imports) -> dict[str, int]:
@@ -89,12 +96,15 @@ def floors(imports: Imports) -> dict[str, int]:
     return {name: height(name) for name in imports}
 
 
+BESIDE = ("longctx", "train")
+"""The files beside the rooms: some stand under them (errors.py), some over them (train/cli.py)."""
+
+
 def room_floors(imports: Imports) -> dict[str, int]:
-    """The same for rooms, by the arrows between them. Raises ValueError for a circle. The files
-    beside the rooms are no room: some stand under them (errors.py), some over them (train/cli.py)."""
-    by_room: Imports = {room(name): set() for name in imports if room(name) != "longctx"}
+    """The height of each room, by the arrows between rooms. Raises ValueError for a circle."""
+    by_room: Imports = {room(name): set() for name in imports if room(name) not in BESIDE}
     for start, end in arrows(imports):
-        if "longctx" not in (start, end):
+        if not {start, end} & {*BESIDE}:
             by_room[start].add(end)
     return floors(by_room)
 
@@ -124,7 +134,7 @@ def show(root: Path) -> None:
     for (start, end), count in sorted(between.items()):
         to[start].append(f"{end} {count}")
     for name, count in sorted(sizes(imports).items(), key=lambda item: -item[1]):
-        print(f"  {name:8} {count:3} files  -> {', '.join(to[name]) or 'nothing'}")
+        print(f"  {name:14} {count:3} files  -> {', '.join(to[name]) or 'nothing'}")
 
 
 def main() -> None:

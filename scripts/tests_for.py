@@ -4,6 +4,9 @@
     python scripts/tests_for.py main      what differs from another one
     pytest $(python scripts/tests_for.py | head -5)
 
+The house that a change reaches, the library or the program, is said first, on stderr: a change of the
+program alone needs no test of the library (`pytest -m program`).
+
 A file reaches what it imports (rooms.py), and modules that its strings name, as a command's module
 or the target of a monkeypatch. A test also reaches its folder's conftest.py. Tests of whole runs
 reach nearly everything, so the order says more than the list. Files that Python does not import, as
@@ -15,13 +18,17 @@ from __future__ import annotations
 import argparse
 import ast
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from rooms import ROOT, Imports, imported, modules
+from rooms import ROOT, Imports, house, imported, modules
 
 FOLDERS = ("longctx", "kernels", "tests", "profiling", "scripts")
-SEEN_FROM = ("tests.", "scripts.")
+SEEN_FROM = (
+    *("tests.families.", "tests.images.", "tests.patching.", "tests.runtime."),
+    *("tests.", "scripts."),
+)
 """The folders whose modules are imported without the folder's name (pyproject.toml)."""
 
 
@@ -85,6 +92,13 @@ def nearest_tests(changed: Iterable[Path], root: Path) -> list[str]:
     ]
 
 
+def houses(changed: Iterable[Path], root: Path) -> list[str]:
+    """The houses that changed files stand in: a change of the library reaches the program, too."""
+    rooms = {path.resolve(): name for name, path in modules(root, ("longctx", "kernels")).items()}
+    found = {house(rooms[path.resolve()]) for path in changed if path.resolve() in rooms}
+    return ["library", "program"] if "library" in found else sorted(found)
+
+
 def changed_files(base: str, root: Path) -> list[Path]:
     """The files that differ from a commit, and those that git does not know yet."""
 
@@ -100,7 +114,10 @@ def changed_files(base: str, root: Path) -> list[Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("base", nargs="?", default="HEAD", help="a commit; default: the last one")
-    print(*nearest_tests(changed_files(parser.parse_args().base, ROOT), ROOT), sep="\n")
+    changed = changed_files(parser.parse_args().base, ROOT)
+    reached = " and ".join(houses(changed, ROOT)) or "neither house"
+    print(f"the change reaches {reached}", file=sys.stderr)
+    print(*nearest_tests(changed, ROOT), sep="\n")
 
 
 if __name__ == "__main__":

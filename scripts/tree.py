@@ -1,9 +1,9 @@
-"""Writes the tree of the code into CONTRIBUTING.md, from the first sentence of each docstring.
+"""Prints the tree of the code, with the first sentence of each docstring.
 
     python scripts/tree.py
 
-Rooms stand in the order of their floors (rooms.py), the highest first, so that a room's line is
-above those of the rooms that it imports. tests/test_rooms.py compares the page with the code.
+The program's rooms come first, then the library's, each house in the order of its floors
+(rooms.py), the highest first, so that a room's line is above those of the rooms that it imports.
 """
 
 from __future__ import annotations
@@ -17,24 +17,27 @@ from pathlib import Path
 
 from rooms import ROOT, read_imports, room_floors
 
-PAGE = ROOT / "CONTRIBUTING.md"
 WIDTH, COLUMN = 120, 26
-BLOCK = re.compile(r"(?<=```\n)longctx/\n.*?(?=```\n)", re.S)
-"""The block of the page that holds the tree."""
 
 
 def tree(root: Path) -> str:
-    """The package's folders and files, a line or two each."""
-    floors = room_floors(read_imports(root))
-    rooms = sorted(
-        (path.parent for path in (root / "longctx").glob("*/__init__.py")),
-        key=lambda path: (-floors[path.name], path.name),
-    )
-    lines = ["longctx/", *_files(root / "longctx", "  ")]
-    for room in rooms:
-        lines += _folder(room, "  ")
+    """The folders and files of both houses, a line or two each."""
+    heights = room_floors(read_imports(root))
+    lines = []
+    for house, name in ((root / "longctx/train", "longctx/train/"), (root / "longctx", "longctx/")):
+        lines += [name, *_files(house, "  ")]
+        rooms = sorted(
+            (path.parent for path in house.glob("*/__init__.py") if path.parent.name != "train"),
+            key=lambda path: (-heights[_room(path)], path.name),
+        )
+        for folder in rooms:
+            lines += _folder(folder, "  ")
     lines += ["kernels/", *_files(root / "kernels", "  ")]
     return "\n".join(lines) + "\n"
+
+
+def _room(folder: Path) -> str:
+    return f"train/{folder.name}" if folder.parent.name == "train" else folder.name
 
 
 def _folder(folder: Path, indent: str) -> Iterator[str]:
@@ -46,7 +49,7 @@ def _folder(folder: Path, indent: str) -> Iterator[str]:
 
 def _files(folder: Path, indent: str) -> Iterator[str]:
     for path in sorted(folder.glob("*.py")):
-        if path.name != "__init__.py" or folder.name == "longctx":
+        if path.name != "__init__.py" or folder.name in ("longctx", "train"):
             yield from _line(f"{indent}{path.name}", first_sentence(path))
 
 
@@ -65,14 +68,6 @@ def first_sentence(path: Path) -> str:
     return re.split(r"(?<!\bal)(?<!\.)\.(?: |$)", paragraph)[0].rstrip(":")
 
 
-def with_tree(page: str, root: Path) -> str:
-    """The page, with the tree of the code under `root`."""
-    text, found = BLOCK.subn(lambda _: tree(root), page)
-    if found != 1:
-        raise ValueError(f"{PAGE.name} has {found} blocks that begin with `longctx/`, not one")
-    return text
-
-
 if __name__ == "__main__":
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
-    PAGE.write_text(with_tree(PAGE.read_text(encoding="utf-8"), ROOT), encoding="utf-8")
+    print(tree(ROOT), end="")

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,8 +56,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+HERE = Path(__file__).parent
+OUTSIDE = ("clients", "docs", "hostile", "profiling")
+"""Folders of tests of both houses at once, or of neither."""
+
+
+def house_of(path: Path) -> str | None:
+    """The house whose tests a file has: `program` for tests/train, `library` for the other rooms."""
+    folder = path.relative_to(HERE).parts[0] if path.is_relative_to(HERE) else ""
+    if folder == "train":
+        return "program"
+    return None if folder in OUTSIDE or not (HERE / folder).is_dir() else "library"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name != FIRST)
+    for item in items:
+        if house := house_of(item.path):
+            item.add_marker(getattr(pytest.mark, house))
     if torch.cuda.is_available():
         return
     for item in items:

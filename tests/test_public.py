@@ -105,6 +105,28 @@ def test_mypy_finds_what_is_wrong_in_a_users_script(tmp_path: Path) -> None:
     assert {int(line): code for line, code in found} == WRONG, done.stdout + done.stderr
 
 
+def test_patching_loads_no_module_of_the_program() -> None:
+    """A user who patches a model in a loop of their own imports at most 210 modules of ours."""
+    script = """
+import sys, torch, longctx
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+longctx.patch(model)
+longctx.exact_adamw(model, lr=1e-5, tokens=16)
+longctx.EfficiencyCallback, longctx.losses, longctx.rope
+ids = torch.zeros(1, 16, dtype=torch.long)
+model(input_ids=ids, labels=ids).loss.backward()
+ours = [name for name in sys.modules if name.split(".")[0] == "longctx"]
+program = [name for name in ours if name.startswith("longctx.train")]
+print(len(ours), *program, *({"datasets", "deepspeed", "rich"} & {*sys.modules}))
+"""
+    run, env = [sys.executable, "-c", script], {**os.environ, "PYTHONPATH": PYTHONPATH}
+    out = subprocess.run(run, check=True, capture_output=True, text=True, env=env).stdout
+    count, *others = out.splitlines()[-1].split()
+    assert not others and int(count) <= 210, out
+
+
 def test_importing_longctx_loads_nothing_heavy() -> None:
     code = "import sys, longctx; print({'torch', 'transformers', 'triton'} & set(sys.modules))"
     env = {**os.environ, "PYTHONPATH": PYTHONPATH}
