@@ -9,7 +9,7 @@ What its first product gave:
 
     u = factor (low-rank sums of two parts)      high = 16 bits of u       low = 16 bits of u - high
 
-written side by side, [high | low | high], for the product that follows (model/projection.py). In
+written side by side, [high | low | high], for the product that follows (layer/projection.py). In
 plain torch that is six kernels of a few microseconds, 350 times a layer of Llama-3.1-8B with
 adapters on all seven linear maps and 131072 tokens; here it is one.
 """

@@ -60,7 +60,9 @@ class Caller:
 
 _AROUND = (
     *("torch.", "accelerate.", "peft.", "deepspeed.", "contextlib", "functools", "trl."),
-    *("transformers.models.", "transformers.utils.", "longctx.model."),
+    *("transformers.models.", "transformers.utils."),
+    *("longctx.any_model.", "longctx.calls.", "longctx.families.", "longctx.forwards."),
+    *("longctx.images.", "longctx.mixers.", "longctx.patching.", "longctx.runtime."),
 )
 """The modules whose functions hand a call on to a model, causal models of transformers among them.
 TRL's trainers are looked for first."""
