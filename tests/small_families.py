@@ -364,7 +364,7 @@ def mixers_of(model: Any) -> list[Any]:
     """The mixers of a model's layers."""
     whole = model.get_base_model() if isinstance(model, PeftModel) else model
     layers = layers_of(base_of(whole))
-    return [part_of(layer, family.mixer) for layer, family in layers if family.mixer]
+    return [part_of(layer, family.mixer.path) for layer, family in layers if family.mixer]
 
 
 @contextmanager

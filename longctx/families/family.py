@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from longctx.families.adapters import ADAPTED, QUANTISED, within
 from longctx.families.look import Read
 from longctx.layer.norm_spec import NormSpec
+from longctx.layer.parts.mixer_spec import MixerSpec
 from longctx.layer.passes import Blocks, Traits
 from longctx.layer.router import Router
 from longctx.layer.stack import PLAIN, ExpertLayout
@@ -142,29 +143,8 @@ class Family:
     names. A layer without one of them has no linear layer and no norm in it."""
     attention: str = "self_attn"
     """The path of attention."""
-    mixer: str = ""
-    """The path of the module that a layer has in the place of attention or beside it, and that runs
-    as it is (layer/parts/mixer.py); empty without one."""
-    mixer_class: str = ""
-    """The rest of the name of its class."""
-    mixer_cache: str = "cache_params"
-    """The name under which its forward takes transformers' cache."""
-    mixer_kind: str = "delta rule"
-    """The kind of mixer, by which its seconds are planned: "delta rule", "mamba" or "convolution",
-    the names of MIXERS in cost/fitted.py."""
-    mixer_package: str = "fla"
-    """The package whose kernels transformers takes for it, if it is there; empty where it needs
-    none."""
-    mixer_graph: float = 0.0
-    """The elements that autograd saves of a token in the mixer, for each column of its linear
-    layers; 0: those of all mixers with this package (mixers.py)."""
-    mixer_norm: str = ""
-    """The path in it of an RMSNorm with the SiLU of a gate (kernels/gated_norm.py)."""
-    gate_first: bool = False
-    """Whether the norm named by `mixer_norm` is of the product with the gate, not of the input."""
-    mixer_state: Callable[[Any], tuple[int, int]] = field(default=lambda config: (0, 0))
-    """Returns the elements of its state, from the configuration: those of the recurrence, in fp32,
-    and those of the convolution's last inputs."""
+    mixer: MixerSpec | None = None
+    """The mixer that a layer has in the place of attention or beside it; None without one."""
     linears: Mapping[str, str] = field(default_factory=lambda: QKV | OUT | GATE_UP)
     """Maps the names that the parts declare to the paths of a layer's linear layers. Without k and
     v, q holds all three in one parameter; without up, gate holds both. Such layers must have no
@@ -250,7 +230,7 @@ class Family:
     def blocks(self) -> Blocks:
         """The blocks of a layer that has these modules: attention and a mixer stand side by side,
         and an MLP follows."""
-        has = {"attention": self.attends, "mixer": bool(self.mixer)}
+        has = {"attention": self.attends, "mixer": self.mixer is not None}
         row = tuple(part for part, there in has.items() if there)
         tiles = "experts" if self.stacks else "mlp" if "down" in self.linears else ""
         return tuple(block for block in (row, (tiles,) if tiles else ()) if block)
@@ -361,8 +341,9 @@ class Family:
     def children(self) -> dict[str, frozenset[str]]:
         """Maps the path of each module of a layer that has submodules, or parameters of its own, ""
         for the layer itself, to the names of those that the schedule knows."""
-        owned = (*self.in_layer, *self.stacks.values(), *self.parameters.values(), self.mixer)
-        parts = [path.rpartition(".") for path in owned if path]
+        owned = [*self.in_layer, *self.stacks.values(), *self.parameters.values()]
+        owned += [self.mixer.path] if self.mixer else []
+        parts = [path.rpartition(".") for path in owned]
         return {
             owner: frozenset(name for other, _, name in parts if other == owner)
             for owner in dict.fromkeys(owner for owner, _, _ in parts)
@@ -381,7 +362,7 @@ class Family:
             owner, _, own = path.rpartition(".")
             found[name] = read(within(part_of(layer, owner)), own)
         if self.mixer:
-            own_parameters = part_of(layer, self.mixer).named_parameters()
+            own_parameters = part_of(layer, self.mixer.path).named_parameters()
             found |= {f"{MIXER}.{name}": parameter for name, parameter in own_parameters}
         return found
 

@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from longctx.families.family import (
@@ -42,6 +43,7 @@ from longctx.families.mixtures import (
     normed_if_asked,
     softmax_router,
 )
+from longctx.layer.parts.mixer_spec import MixerSpec
 
 _POST = {"post1": "post_attention_layernorm", "post2": "post_feedforward_layernorm"}
 _OF_ATTENTION = (*QKV, "o")
@@ -63,11 +65,23 @@ def _mamba_state(config: Any) -> tuple[int, int]:
     return values * size, channels * (config.mamba_d_conv - 1)
 
 
-# Of the graph 1.5 are states before chunks and their gradients, which backward makes.
-_MAMBA: dict[str, Any] = dict(
-    mixer_kind="mamba", mixer_package="", mixer_graph=4.3, mixer_state=_mamba_state
+DELTA_NET = MixerSpec(
+    path="linear_attn",
+    module="GatedDeltaNet",
+    kind="delta rule",
+    package="fla",
+    norm="norm",
+    state=_delta_state,
 )
-_MAMBA_NORM: dict[str, Any] = dict(mixer_norm="norm", gate_first=True)
+MAMBA = MixerSpec(
+    path="mamba",
+    module="MambaLayer",
+    kind="mamba",
+    graph=4.3,  # of which 1.5 are states before chunks and their gradients, which backward makes
+    norm="norm",
+    gate_first=True,
+    state=_mamba_state,
+)
 
 
 def _without_attention(layer: dict[str, Any]) -> dict[str, Any]:
@@ -93,27 +107,21 @@ def _convolution_state(config: Any) -> tuple[int, int]:
 
 def _with_delta_net(layer: dict[str, Any]) -> dict[str, Any]:
     """Returns what describes a layer with a Gated DeltaNet in the place of its attention."""
-    own: dict[str, Any] = dict(
-        mixer="linear_attn",
-        mixer_class="GatedDeltaNet",
-        mixer_norm="norm",
-        mixer_state=_delta_state,
-        norms=NORMS,
-        output_gate=False,
-    )
+    own: dict[str, Any] = dict(mixer=DELTA_NET, norms=NORMS, output_gate=False)
     return layer | _without_attention(layer) | own
 
 
 def _with_mamba(layer: dict[str, Any]) -> dict[str, Any]:
     """Returns what describes a layer with a Mamba 2 in the place of its attention."""
-    own = dict(mixer="mamba", mixer_class="MambaLayer")
-    return layer | _without_attention(layer) | own | _MAMBA | _MAMBA_NORM
+    return layer | _without_attention(layer) | dict(mixer=MAMBA)
 
 
 _DELTA_NET = _with_delta_net(DENSE)
 _DELTA_NET_AND_EXPERTS = _with_delta_net(WITH_SHARED_EXPERT)
 _OLMO_MIXED = _DELTA_NET | dict(
-    decoders=("LinearAttentionDecoderLayer",), mixer_norm="o_norm", wide_norms=False
+    decoders=("LinearAttentionDecoderLayer",),
+    mixer=replace(DELTA_NET, norm="o_norm"),
+    wide_norms=False,
 )
 _OLMO_ATTENDS: dict[str, Any] = dict(decoders=("AttentionDecoderLayer",))
 _GRANITE_DENSE: dict[str, Any] = dict(
@@ -132,12 +140,13 @@ _LFM2: dict[str, Any] = dict(
 _LFM2_NORMS = {"norm1": "operator_norm", "norm2": "ffn_norm"}
 _LFM2_MIXED: dict[str, Any] = _without_attention(_LFM2) | dict(
     norms=_LFM2_NORMS,
-    mixer="conv",
-    mixer_class="ShortConv",
-    mixer_cache="past_key_values",
-    mixer_kind="convolution",
-    mixer_package="",
-    mixer_state=_convolution_state,
+    mixer=MixerSpec(
+        path="conv",
+        module="ShortConv",
+        kind="convolution",
+        cache="past_key_values",
+        state=_convolution_state,
+    ),
 )
 _IN_NEMOTRON: dict[str, dict[str, Any]] = {
     "linear_attention": dict(
@@ -145,9 +154,7 @@ _IN_NEMOTRON: dict[str, dict[str, Any]] = {
         linears={},
         norms={"norm1": "norm"},
         activation="",
-        mixer="mixer",
-        mixer_class="Mamba2Mixer",
-        **_MAMBA | _MAMBA_NORM | dict(mixer_state=_nemotron_state),
+        mixer=replace(MAMBA, path="mixer", module="Mamba2Mixer", state=_nemotron_state),
     ),
     "full_attention": dict(
         modules={"mixer": "Attention"},
@@ -316,9 +323,8 @@ HYBRIDS: tuple[Family, ...] = (
         | {name: f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
         norms={"norm1": "input_layernorm", "norm2": "pre_ff_layernorm"},
         activation="feed_forward.act_fn",
-        mixer="mamba",
-        mixer_class="Mixer",
-        **_MAMBA | dict(mixer_graph=5.4),  # states are twice as large
+        # States are twice as large as Granite's.
+        mixer=replace(MAMBA, module="Mixer", graph=5.4, norm="", gate_first=False),
         embedding_multiplier=lambda base: base.embedding_multiplier,
         logits_scaling=lambda model: 1 / model.model.lm_head_multiplier,
         traits=_falcon_traits,

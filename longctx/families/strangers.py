@@ -264,8 +264,10 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
             yield from _other_dtypes(module, dtype, where, kept)
         yield from _other_parameters(family, parts, config, where)
         yield from _other_experts(family, parts, traits[i], where)
-        if family.mixer:
-            yield from _other_mixer(layer, family, where)
+        if family.mixer is not None:
+            known = family.known(family.mixer.module)
+            mixer = part_of(layer, family.mixer.path)
+            yield from _other_mixer(mixer, known, f"{where}.{family.mixer.path}")
         yield from _other_factors(family, layer, config, where)
         if vars(layer).get("residual_multiplier", 1.0) != traits[i].residual:
             yield f"a residual multiplier of its own in {where}"
@@ -402,11 +404,10 @@ def _other_experts(
             yield f"another activation of experts than the configuration's in {where}"
 
 
-def _other_mixer(layer: Any, family: Family, where: str) -> Iterator[str]:
+def _other_mixer(mixer: Any, known: tuple[str, ...], where: str) -> Iterator[str]:
     """A mixer of another class, which may take its state otherwise, and one whose weights an engine
     brings module by module: none of it is there in backward. All else in it runs as it is."""
-    mixer, where = part_of(layer, family.mixer), f"{where}.{family.mixer}"
-    yield from _problems(mixer, family.known(family.mixer_class), where, hooks=())
+    yield from _problems(mixer, known, where, hooks=())
     if any(map(gathers_weights, mixer.modules())):
         yield f"an engine's hooks inside {where}"
 

@@ -21,6 +21,7 @@ from longctx.families.families import layers_of
 from longctx.families.family import Family, part_of
 from longctx.kernels.state_space import WIDEST
 from longctx.layer.parts.mixer import State
+from longctx.layer.parts.mixer_spec import MixerSpec
 from longctx.mixers.mixer_kernels import (
     OurConvolution,
     our_adapters,
@@ -38,12 +39,7 @@ class ModelsMixer:
     and their hooks, adapters among them."""
 
     module: nn.Module
-    cache: str
-    """The name under which its forward takes transformers' cache."""
-    norm: str = ""
-    """The path of its gated norm, if it has one that ours computes."""
-    gate_first: bool = False
-    """Whether the gated norm is of the product with the gate, not of the input."""
+    spec: MixerSpec
 
     @cached_property
     def _adapted(self) -> list[nn.Module]:
@@ -63,10 +59,10 @@ class ModelsMixer:
         parameters: Mapping[str, Tensor],
     ) -> tuple[Tensor, State]:
         carried = Carried(begin)
-        how = {"hidden_states": n, self.cache: carried}
-        norm = self.module.get_submodule(self.norm) if self.norm else None
+        how = {"hidden_states": n, self.spec.cache: carried}
+        norm = self.module.get_submodule(self.spec.norm) if self.spec.norm else None
         convolution, kernels = OurConvolution(begins=bool(begin)), our_recurrence(self.module)
-        gated = our_gated_norm(norm, gate_first=self.gate_first)
+        gated = our_gated_norm(norm, gate_first=self.spec.gate_first)
         with convolution, kernels, gated, our_adapters(self._adapted):
             z: Tensor = functional_call(self.module, dict(parameters), (), how)
         # Falcon-H1's norm takes a dimension away where rows have one token.
@@ -146,36 +142,12 @@ class _Every:
 
 def mixer_of(layer: Any, family: Family) -> ModelsMixer | None:
     """Returns a layer's mixer; None if the layer has none. `family` is that of the layer."""
-    if not family.mixer:
-        return None
-    module = part_of(layer, family.mixer)
-    return ModelsMixer(module, family.mixer_cache, family.mixer_norm, family.gate_first)
+    spec = family.mixer
+    return None if spec is None else ModelsMixer(part_of(layer, spec.path), spec)
 
 
 _KERNELS = {"fla": "flash-linear-attention"}
 """The packages that have kernels for mixers, by what is imported of them."""
-
-
-WITH_KERNELS = {"fla": 3.3}
-"""Maps packages of kernels to what autograd saves of a token in a mixer that runs them, in elements
-for each column of the mixer's linear layers (`Mixed.columns`). That of a Gated DeltaNet with the
-dimensions of Qwen3.5-9B was counted on a CPU, with a function in the place of the package's that
-saves its inputs and a matrix of each chunk (tests/layer/test_mixer.py): 2.8 in transformers 5.23,
-and 3.3 in 5.17, which repeats keys for the heads of values that share them."""
-IN_TORCH = {"fla": 9.8, "": 1.75}
-"""Maps packages to what autograd saves of a token in a mixer that runs transformers' code in torch
-for want of them, in elements for each column of the mixer's linear layers. Counted for Qwen3.5-9B,
-and for LFM2's convolutions, which have no recurrence and want no package. (That of Mamba 2, whose
-scan is ours, stands in its families: `Family.mixer_graph`.)"""
-
-
-def graph_of(family: Family) -> float:
-    """Returns what the graph of a family's mixers holds, with the kernels that are installed here,
-    in elements of `Mixed.columns`."""
-    name = family.mixer_package
-    if name and installed(name):
-        return WITH_KERNELS[name]
-    return max(IN_TORCH[name], family.mixer_graph)
 
 
 def why_slow(base: Any, device: torch.device) -> str | None:
@@ -183,15 +155,15 @@ def why_slow(base: Any, device: torch.device) -> str | None:
     their kernels is not installed, or the heads of a Mamba 2 are wider than our scan's."""
     if device.type != "cuda":
         return None
-    mixed = [(layer, family) for layer, family in layers_of(base) if family.mixer]
-    modules = {family.mixer_package for _, family in mixed}
-    lacking = [_KERNELS[name] for name in sorted(modules) if name and not installed(name)]
+    mixed = [(layer, spec) for layer, family in layers_of(base) if (spec := family.mixer)]
+    packages = {spec.package for _, spec in mixed}
+    lacking = [_KERNELS[name] for name in sorted(packages) if name and not installed(name)]
     if lacking:
         return (
             f"mixers run without kernels of their own, in torch's: {', '.join(lacking)} is not "
             f"installed ({pip_install(*lacking)})"
         )
-    widths = [getattr(part_of(layer, family.mixer), "head_dim", 0) for layer, family in mixed]
+    widths = [getattr(part_of(layer, spec.path), "head_dim", 0) for layer, spec in mixed]
     if max(widths, default=0) <= WIDEST:
         return None
     return (

@@ -26,8 +26,8 @@ from longctx.attention.sharded import Sharded
 from longctx.attention.shards import Shards
 from longctx.calls.caller import Caller
 from longctx.calls.positions import rows_of
-from longctx.cost.dims import Adapted, LayerKind, Mixed
-from longctx.cost.fitted import GRAPHED_TOKENS, MIXERS
+from longctx.cost.dims import Adapted, LayerKind
+from longctx.cost.fitted import GRAPHED_TOKENS
 from longctx.cost.kept import describe, run_again, uniform
 from longctx.cost.rates import AttentionRates, Rates
 from longctx.cost.sizes import Batch, Cut, Sizes, default_head_groups, default_tile_tokens, kinds_of
@@ -64,7 +64,6 @@ from longctx.memory.pending import Pending, pending_bytes
 from longctx.memory.place import usable_bytes
 from longctx.memory.rates import gpu_rates
 from longctx.memory.store import ActivationStore, free_gpu_bytes
-from longctx.mixers.mixers import graph_of
 from longctx.runtime.costs import StepTable
 from longctx.settings import PatchOptions, TaskName, scored_tokens
 
@@ -318,6 +317,8 @@ def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int
     """Returns the kind of a layer, in the dtype of the activations."""
     named = layer_weights(layer, family, look)
     inside = {name: x for name, x in named.items() if name.startswith(f"{MIXER}.")}
+    shapes = {name: whole_shape(x) for name, x in inside.items()}
+    trained = [name for name, x in inside.items() if x.requires_grad]
     weights = [x for name, x in named.items() if not name.startswith(f"{MIXER}.")]
     adapters = layer_adapters(layer, family, look).values()
     packed = [state for w in named.values() if (state := packed_state(w)) is not None]
@@ -333,7 +334,7 @@ def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int
         heads=config.num_attention_heads,
         kv_heads=kv_heads(config),
         head_dim=head_dim(config),
-        mixer=_mixed(inside, family, config, itemsize) if family.mixer else None,
+        mixer=family.mixer.sizes(shapes, trained, config, itemsize) if family.mixer else None,
         window=traits.window,
         qk_norms="q_norm" in family.norms and not family.wide_norms,
         wide_norms=family.wide_norms,
@@ -359,22 +360,6 @@ def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int
             parameters=sum(times(x) * x.rank * (x.inputs + x.outputs) for x in adapters),
             rescaled=sum(times(x) * x.rescaled for x in adapters),
         ),
-    )
-
-
-def _mixed(inside: dict[str, Tensor], family: Family, config: Any, itemsize: int) -> Mixed:
-    """Returns the sizes of a mixer with these parameters, PEFT's among them. An adapter adds to
-    what its linear layer gives, and makes no column."""
-    shapes = {name: whole_shape(x) for name, x in inside.items()}
-    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
-    recurrent, convolved = family.mixer_state(config)
-    return Mixed(
-        columns=sum(rows for name, (rows, _) in matrices.items() if ".lora_" not in name),
-        parameters=sum(rows * columns for rows, columns in matrices.values()),
-        trained=sum(math.prod(shapes[name]) for name, x in inside.items() if x.requires_grad),
-        state_bytes=4 * recurrent + itemsize * convolved,
-        graph=graph_of(family),
-        besides=MIXERS[family.mixer_kind],
     )
 
 

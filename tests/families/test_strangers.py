@@ -276,8 +276,8 @@ def family_strangers(model: Any, family: Family) -> Iterator[tuple[nn.Module, st
         yield owner, "forward", owner.forward, f"{path}, a "
         parent = part_of(layer, path.rpartition(".")[0]) if "." in path else layer
         yield parent, name, nn.Hardtanh(), f"{path}, a "
-    if family.mixer:
-        yield layer, family.mixer, nn.Hardtanh(), f"{family.mixer}, a "
+    if family.mixer is not None:
+        yield layer, family.mixer.path, nn.Hardtanh(), f"{family.mixer.path}, a "
     if family.attends:
         attention = part_of(layer, family.attention)
         where = f"model.layers.2.{family.attention}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -23,15 +24,17 @@ from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
 from longctx.cost.kept import Keep
 from longctx.families.families import layers_of
+from longctx.families.hybrids import DELTA_NET
 from longctx.kernels import launch
 from longctx.kernels.state_space import CHUNK
 from longctx.layer import segments as cutting
 from longctx.layer.norm_spec import NormSpec
+from longctx.layer.parts.mixer_spec import IN_TORCH, WITH_KERNELS
 from longctx.layer.passes import Schedule, Traits
 from longctx.layer.schedule import scheduled_layer
 from longctx.layer.segments import kept_states, segments
 from longctx.memory.store import ActivationStore
-from longctx.mixers.mixers import IN_TORCH, WITH_KERNELS, Carried, ModelsMixer, graph_of
+from longctx.mixers.mixers import Carried, ModelsMixer
 
 pytestmark = [pytest.mark.usefixtures("reference_kernels"), IN_TORCH_ALONE]
 D, EPS = 32, 1e-6
@@ -137,7 +140,7 @@ def ours(
     x, dy, weight = (t.requires_grad_() for t in drawn(documents.tokens))
     own = {f"mixer.{name}": p for name, p in module.named_parameters()}
     w = {"norm1": weight, **own}
-    mixes = ModelsMixer(module, KINDS[kind].cache)
+    mixes = ModelsMixer(module, replace(DELTA_NET, cache=KINDS[kind].cache, norm=""))
     y = scheduled_layer(x, schedule(documents, keep, residual), 0, w, mixes=mixes)
     trained = {"x": x, **{n: p for n, p in w.items() if p.requires_grad}}
     grads = torch.autograd.grad(y, [*trained.values()], dy)
@@ -350,7 +353,8 @@ def saved_of(
         1, tokens, module.out_proj.out_features, dtype=torch.bfloat16, requires_grad=True
     )
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        ModelsMixer(module, cache, norm, **how)(n, begin, parameters)
+        spec = replace(DELTA_NET, cache=cache, norm=norm, **how)
+        ModelsMixer(module, spec)(n, begin, parameters)
     own = {p.untyped_storage().data_ptr() for p in parameters.values()}
     held = sum(nbytes for place, nbytes in saved.items() if place not in own)
     matrices = (p for name, p in parameters.items() if p.dim() == 2 and ".lora_" not in name)
@@ -415,7 +419,7 @@ def test_what_a_graph_holds_of_mamba(family, monkeypatch, adapts) -> None:
     how = {} if falcon else {"gate_first": True}
     columns = mixer.in_proj.out_features + mixer.out_proj.out_features
     states = 2 * mixer.num_heads * mixer.head_dim * mixer.ssm_state_size / CHUNK
-    graph = graph_of(layers_of(model.model)[0][1])
+    graph = layers_of(model.model)[0][1].mixer.held
     if adapts:
         adapt_(mixer)
     saved = saved_of(mixer, "cache_params", "" if falcon else "norm", tokens, **how)

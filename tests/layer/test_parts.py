@@ -220,7 +220,10 @@ def test_the_room_says_where_the_next_thing_goes() -> None:
     table = text[text.index("Where the next thing goes") : text.index("Letters:")]
     answers = re.findall(r"^    (\S.*?)  +(.*)$", table, re.MULTILINE)
     assert len(answers) == 6
-    homes = [*(ROOT / "longctx/layer").rglob("*.py"), *(ROOT / "longctx/families").glob("famil*.py")]
+    homes = [
+        *(ROOT / "longctx/layer").rglob("*.py"),
+        *(ROOT / "longctx/families").glob("famil*.py"),
+    ]
     homes += [ROOT / "longctx/families/adapters.py", *(ROOT / "longctx/cost").glob("*.py")]
     code = "\n".join(path.read_text() for path in homes)
     for _, answer in answers:

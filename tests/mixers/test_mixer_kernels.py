@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from exactness import DEVICE, assert_exact
+from longctx.families import hybrids
 from longctx.kernels import launch
 from longctx.kernels.state_space import scan_reference
 from longctx.mixers import mixer_kernels
@@ -145,7 +146,7 @@ def test_a_mamba_with_our_kernels_is_as_exact_as_in_plain_torch(kind, monkeypatc
     ran: list[Any] = []
     with monkeypatch.context() as changed:
         changed.setattr(launch, "INTERPRETED", DEVICE == "cpu")
-        ours = in_segments(module, ModelsMixer(module, "cache_params", "norm", True), n, dy)
+        ours = in_segments(module, ModelsMixer(module, hybrids.MAMBA), n, dy)
         changed.setattr(mixer_kernels, "scan", lambda *x: ran.append(x) or scan_reference(*x))
         naive = in_segments(module, plain, n, dy)
     assert len(ran) == 2
