@@ -18,6 +18,10 @@ The public names, each imported when it is first used (torch is not loaded befor
     LinearCrossEntropyLoss, LinearLogProbs, LinearJSDLoss, LinearKLLoss     and the heads
     EfficiencyCallback            logs tokens a second, MFU and peak memory of any Trainer
     losses                        preference losses: DPO, ORPO, CPO, SimPO, KTO, reward models
+    conversations                 a file of conversations with pictures, for other trainers
+
+Those but LongTrainer and conversations are the library's, which never imports the program
+(longctx/train).
 """
 
 from __future__ import annotations
@@ -59,6 +63,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES below is what r
     from longctx.patching.patch import patch as patch
     from longctx.patching.patch import unpatch as unpatch
     from longctx.patching.patch_class import patch_class as patch_class
+    from longctx.train.data.pictures.rows import conversations as conversations
     from longctx.train.trainer.trainer import LongTrainer as LongTrainer
 
 _HOMES = {
@@ -70,6 +75,7 @@ _HOMES = {
     "exact_adamw": "longctx.loop.exact_adamw",
     "LongTrainer": "longctx.train.trainer.trainer",
     "EfficiencyCallback": "longctx.loop.efficiency",
+    "conversations": "longctx.train.data.pictures.rows",
     "linear_cross_entropy": "longctx.head.loss",
     "linear_log_probs": "longctx.head.log_probs",
     "linear_jsd": "longctx.head.distillation",

@@ -29,7 +29,6 @@ from trl import SFTConfig, SFTTrainer
 
 import longctx
 from longctx.errors import UserError
-from longctx.train.data.pictures.rows import conversations
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -41,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--train_vision", action="store_true", help="train what sees, too")
     args = parser.parse_args(argv)
     try:
-        rows = Dataset.from_list(conversations(args.data))
+        rows = Dataset.from_list(longctx.conversations(args.data))
     except UserError as error:
         parser.exit(1, f"error: {error}\n")
     model = AutoModelForImageTextToText.from_pretrained(args.model, dtype=torch.float32)

@@ -43,6 +43,15 @@ def conversations(file: str | Path, folder: str | Path | None = None) -> list[di
     Raises:
         UserError: starts with file and line, for a record that is not understood and for a picture
             that cannot be read.
+
+    Example:
+        >>> import longctx, pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "chats.jsonl")
+        >>> turns = '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]'
+        >>> _ = file.write_text(f'{{"messages": {turns}}}')
+        >>> (row,) = longctx.conversations(file)
+        >>> row["messages"][1]["content"]
+        [{'type': 'text', 'text': 'Ho'}]
     """
     file = Path(file)
     folder = file.parent if folder is None else Path(folder)
