@@ -5,10 +5,10 @@
 
 A *floor* is a file's height over the files that import nothing of ours. A *room* is a folder of the
 library, longctx/, or of the program, longctx/train/, which the library never imports. The files
-beside the rooms of a house (errors.py, train/cli.py, ...) are one room, called `longctx` or `train`.
-Every import statement counts, those inside functions too; what the public doors (__init__.py,
-__main__.py, train/cli.py) import by name when it is asked for, or for type checkers alone, does
-not. tests/test_rooms.py holds the tree to this count.
+beside the rooms of a house (errors.py, train/cli.py, ...) are one room, called `longctx` or
+`train`. Every import statement counts, those inside functions too; what the public doors
+(__init__.py, __main__.py, train/cli.py) import by name when it is asked for, or for type checkers
+alone, does not. tests/test_rooms.py holds the tree to this count.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     python scripts/tests_for.py main      what differs from another one
     pytest $(python scripts/tests_for.py | head -5)
 
-The house that a change reaches, the library or the program, is said first, on stderr: a change of the
-program alone needs no test of the library (`pytest -m program`).
+The house that a change reaches, the library or the program, is said first, on stderr: a change of
+the program alone needs no test of the library (`pytest -m program`).
 
 A file reaches what it imports (rooms.py), and modules that its strings name, as a command's module
 or the target of a monkeypatch. A test also reaches its folder's conftest.py. Tests of whole runs
@@ -55,8 +55,9 @@ def reading(root: Path) -> tuple[dict[str, Path], Imports]:
 
 
 def _named(path: Path, public: Mapping[str | None, str | None]) -> set[str | None]:
-    """The modules that a file names and does not import: in strings, as `longctx.train.tasks.kto:KTO`
-    or `["-m", "longctx"]`, and by public names, as `from longctx import patch`."""
+    """The modules that a file names and does not import: in strings, as
+    `longctx.train.tasks.kto:KTO` or `["-m", "longctx"]`, and by public names, as `from longctx
+    import patch`."""
     found: set[str | None] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):

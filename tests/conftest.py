@@ -36,14 +36,15 @@ FIRST = "test_package.py"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """xdist would begin with the files of many tests, and end with one worker in tests/train/engines."""
+    """xdist would begin with the files of many tests, and end with one worker in
+    tests/train/engines."""
     config.option.loadscopereorder = False
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives one worker all files of tests/train/engines, and not each worker some: their reference runs
-    and their warm process are made once a worker, and take 20 s of a core."""
+    """Gives one worker all files of tests/train/engines, and not each worker some: their reference
+    runs and their warm process are made once a worker, and take 20 s of a core."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -62,7 +63,8 @@ OUTSIDE = ("clients", "docs", "hostile", "profiling")
 
 
 def house_of(path: Path) -> str | None:
-    """The house whose tests a file has: `program` for tests/train, `library` for the other rooms."""
+    """The house whose tests a file has: `program` for tests/train, `library` for the other
+    rooms."""
     folder = path.relative_to(HERE).parts[0] if path.is_relative_to(HERE) else ""
     if folder == "train":
         return "program"
@@ -82,8 +84,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Runs end without a sample of text, of a forward pass a token. tests/train/report/test_sample.py
-    makes some."""
+    """Runs end without a sample of text, of a forward pass a token.
+    tests/train/report/test_sample.py makes some."""
     if sample := sys.modules.get("longctx.train.report.sample"):
         sample.TOKENS = 0
 

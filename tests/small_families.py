@@ -317,8 +317,8 @@ IN_TORCH_ALONE = pytest.mark.skipif(
 )
 EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "qwen2_moe", "glm4_moe", "ernie4_5_moe"]
 EXPERTS += ["granitemoe", "granitemoeshared"]
-"""Those whose tokens go to experts. In 16 bits some choices flip: tests/families/test_experts.py has
-the same choices on all sides. PEFT's word for all maps adapts routers, too."""
+"""Those whose tokens go to experts. In 16 bits some choices flip: tests/families/test_experts.py
+has the same choices on all sides. PEFT's word for all maps adapts routers, too."""
 FIRST_OF_EACH = [*{kind: name for name, (kind, _) in reversed(FAMILIES.items())}.values()]
 """One variant of each family."""
 KINDS_OF_LAYERS = ["llama", "qwen3", "granite", "olmo3", "gemma2", "starcoder2", "cohere", "phi3"]

@@ -1,7 +1,7 @@
 """What a layer takes as a checkpoint: one of each kind runs forward and backward at two lengths.
 
-A specimen of the model (any_model/specimen.py) runs with the attention of the run and in its dtype. Of
-each kind of layers the first gets weights of its own, and runs as seam.py runs it, the second
+A specimen of the model (any_model/specimen.py) runs with the attention of the run and in its dtype.
+Of each kind of layers the first gets weights of its own, and runs as seam.py runs it, the second
 forward included, beside an input of noise. Curves
 
     seconds    T (a + b L)     of a row of T tokens, in documents of L tokens

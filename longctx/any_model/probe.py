@@ -1,13 +1,13 @@
 """Is our attention the model's, and our loss? Both are tried on two short rows, before a step.
 
-What is tried is a specimen (any_model/specimen.py): the model's class and configuration, a few layers,
-random weights, fp32, so that the answer is the same whatever size the model has, and whether its
-weights are there yet. A model that computes scores in a way of its own, or adds something to its
-loss, shows a difference of percents; fp32 leaves 1e-6 a layer.
+What is tried is a specimen (any_model/specimen.py): the model's class and configuration, a few
+layers, random weights, fp32, so that the answer is the same whatever size the model has, and
+whether its weights are there yet. A model that computes scores in a way of its own, or adds
+something to its loss, shows a difference of percents; fp32 leaves 1e-6 a layer.
 
-The specimen is on the GPU, or on the CPU with less width (any_model/narrow.py), where both questions
-take 0.6 s of one core for Llama-3.1-8B's sizes, 2.3 s for DeepSeek-V3's, and 4.9 s for those of
-Gemma 4 E4B, which runs with all layers only (measured).
+The specimen is on the GPU, or on the CPU with less width (any_model/narrow.py), where both
+questions take 0.6 s of one core for Llama-3.1-8B's sizes, 2.3 s for DeepSeek-V3's, and 4.9 s for
+those of Gemma 4 E4B, which runs with all layers only (measured).
 """
 
 from __future__ import annotations

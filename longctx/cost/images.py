@@ -6,7 +6,8 @@ language model.
     FLOPs   2 (patch parameters * P + feature parameters * F)  matmuls, the patches' embedding too
             + 4 H * pairs of patches that attend to each other  attention, both ways
             A tower that trains does this again in backward, where there are several groups
-            (images/tower.py), and 2 times (matmuls) and 2.5 times (attention) as much for gradients.
+            (images/tower.py), and 2 times (matmuls) and 2.5 times (attention) as much for
+            gradients.
     bytes   the tower's weights, throughout, or while it runs if they wait on the host;
             2 a number of pixels, which batches have in the tower's dtype;
             in forward 2 D F of features, twice, since Hugging Face's code joins those of all
@@ -17,7 +18,8 @@ language model.
             frozen, of all where it trains; these stay until its backward if it is the only group;
             then 9 D F while features take their places (Tensor.masked_scatter).
 
-The gradients and states of a tower that trains are those of a block of the model (families/blocks.py).
+The gradients and states of a tower that trains are those of a block of the model
+(families/blocks.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The seconds in which the GPU waits for the host, and what is spent to spare them.
 
 Eagerly, Python launches kernel after kernel: a step of short rows takes as long as that, however
-short its kernels are. As CUDA graphs (runtime/graphs.py), a step's layers are launched at once, for a
-copy of their gradients, and for memory of their own that the loss cannot share with them.
+short its kernels are. As CUDA graphs (runtime/graphs.py), a step's layers are launched at once, for
+a copy of their gradients, and for memory of their own that the loss cannot share with them.
 """
 
 from __future__ import annotations

@@ -7,14 +7,14 @@ For the T tokens of a batch, x (T, D), and weights (out, in) as Hugging Face sto
     n2 = rms_norm(h)              y = h + (silu(n2 Wg') * (n2 Wu')) Wd'       (T, F), (T, D)
 
 This is Llama's layer: two residual blocks, each a part of its own (parts/). `Traits.blocks` names
-the parts of a layer, and one of them may be missing. Other families (families/families.py) differ by
-data (`Traits`, the parameters they have): a window or another scale of attention, layers without
+the parts of a layer, and one of them may be missing. Other families (families/families.py) differ
+by data (`Traits`, the parameters they have): a window or another scale of attention, layers without
 rope, a factor r of both sums (h = x + r o Wo'), norms of q and k, a gate of o, norms after the
 parts, an MLP without a gate or beside attention (it reads n1, and y = h + its output), and
 parameters that hold several of these weights. Any of the seven weights may have an adapter. In
 hybrid models a module of the model's own, as Gated DeltaNet, stands in the place of attention
-(parts/mixer.py), or beside it (parts/beside.py).
-No gradient is computed for frozen weights, and dx only where a parameter below is trained.
+(parts/mixer.py), or beside it (parts/beside.py). No gradient is computed for frozen weights, and dx
+only where a parameter below is trained.
 
 Token-wise work runs in tiles of the sequence and attention in head groups, so that gate, up and q,
 k, v exist for one tile or one group only. h and n2, which link the two blocks, also exist for one

@@ -6,9 +6,9 @@ keeps the rates on disk (`Measured`).
     link          256 MiB of page-locked memory: up, down, both at once
     attention     train/plan/measure.py
 
-`longctx doctor` and `longctx plan` measure all of them (train/plan/measure.py), each for up to a second,
-so that clocks settle as in a step. A run takes the rates that are kept. If there are none, it
-measures for 30 ms.
+`longctx doctor` and `longctx plan` measure all of them (train/plan/measure.py), each for up to a
+second, so that clocks settle as in a step. A run takes the rates that are kept. If there are none,
+it measures for 30 ms.
 """
 
 from __future__ import annotations

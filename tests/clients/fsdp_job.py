@@ -1,5 +1,5 @@
-"""A user's script under accelerate's FSDP2: a model, longctx.patch, transformers' Trainer.
-It runs on CPUs, which tests/train/engines/fsdp_on_cpu.py makes pass for GPUs: import it in processes that
+"""A user's script under accelerate's FSDP2: a model, longctx.patch, transformers' Trainer. It runs
+on CPUs, which tests/train/engines/fsdp_on_cpu.py makes pass for GPUs: import it in processes that
 do nothing else. The script trains Hugging Face's model, a patched one, and one that computes
 prompts once, and writes what the first process saw of each. All rows begin with the same words.
 """

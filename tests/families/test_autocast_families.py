@@ -41,9 +41,9 @@ def wrapped(family: str, settings: dict[str, Any] | None = None) -> tuple[Any, A
     ["qwen3", "granite", "olmo3", "gemma2", "starcoder2", "cohere", "qwen3_5_text-attention"],
 )
 def test_exactness_on_packed_rows(family, scheduled, capsys) -> None:
-    """Kinds of layers of which tests/layer/test_schedule.py and tests/families/test_adapters.py have
-    no autocast. Over 16 batches: over four, errors in 16 bits differ between CPUs with and without
-    AMX by up to a tenth."""
+    """Kinds of layers of which tests/layer/test_schedule.py and tests/families/test_adapters.py
+    have no autocast. Over 16 batches: over four, errors in 16 bits differ between CPUs with and
+    without AMX by up to a tenth."""
     models = wrapped(family)
     assert_trains_exactly(models, *batches(PACKED, 16))
     assert len(scheduled) == 16 * 3 and "custom: " not in capsys.readouterr().out

@@ -43,8 +43,8 @@ from longctx.train.safety.files import refuse_odd, refuse_run
 
 def read_config(source: ModelSource, *, makes_dense: bool = True) -> PretrainedConfig:
     """The configuration of a pretrained model, without what its author chose for other machines.
-    `makes_dense` is its engine's answer (train/engines/protocol.py). Raises UserError for one that is
-    unreadable, or of a model that cannot be trained."""
+    `makes_dense` is its engine's answer (train/engines/protocol.py). Raises UserError for one that
+    is unreadable, or of a model that cannot be trained."""
     name, where = _pretrained(source)
     try:
         adapter = find_adapter_config_file(name)

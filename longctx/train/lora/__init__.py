@@ -1,4 +1,5 @@
-"""LoRA in train.py: PEFT makes and saves the adapters, the schedule runs them (families/adapters.py).
+"""LoRA in train.py: PEFT makes and saves the adapters, the schedule runs them
+(families/adapters.py).
 
 A run's checkpoints and final/ are PEFT adapters: `PeftModel.from_pretrained(model, final)`.
 """

@@ -83,7 +83,8 @@ def read_adapter(folder: Path) -> dict[str, Any]:
 
 
 def base_of_run(folder: Path) -> str | None:
-    """What the run that made the adapter recorded of its base's weights (train/output/definition.py)."""
+    """What the run that made the adapter recorded of its base's weights
+    (train/output/definition.py)."""
     manifest = read_manifest(folder)
     base = (manifest and manifest["run"] or {}).get("base")
     return base if isinstance(base, str) else None

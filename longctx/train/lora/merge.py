@@ -8,8 +8,8 @@ W + s B A is computed in fp32 and rounded once, to the dtype of the model's file
 is the model's; with `--quantize nf4` it has the values of 4 bits that a run with that flag trained
 the adapter over. Host memory: the model, and three of one weight in fp32.
 
-Adapter and model may be a stranger's (foreign.py, train/loading/pretrained.py): no code of theirs runs,
-and what is published is whole, finite, and has a weight for every tensor of both.
+Adapter and model may be a stranger's (foreign.py, train/loading/pretrained.py): no code of theirs
+runs, and what is published is whole, finite, and has a weight for every tensor of both.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """LoRA adapters as shapes, for plans: PEFT may be missing, and takes six times as long.
 
 Each adapted linear map becomes a module with the attributes of PEFT's `LoraLayer` that
-families/adapters.py reads. tests/train/plan/test_changes.py compares plans with those of PEFT's own layers
-(adapters.with_lora), which are still made where a part is trained as a whole.
+families/adapters.py reads. tests/train/plan/test_changes.py compares plans with those of PEFT's own
+layers (adapters.with_lora), which are still made where a part is trained as a whole.
 """
 
 from __future__ import annotations

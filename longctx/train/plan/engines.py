@@ -1,7 +1,7 @@
 """What an engine or several GPUs change in a step: where its bytes live, and what it exchanges.
 
-train/engines/layout.py declares the bytes of each rank. Here they become part of a step's phases, beside
-the model's layers, and of the budgets from which a run's ladder is chosen: what is free when
+train/engines/layout.py declares the bytes of each rank. Here they become part of a step's phases,
+beside the model's layers, and of the budgets from which a run's ladder is chosen: what is free when
 training begins, and what the first step adds.
 
 The seconds are those of one rank. They count the exchanges beside which nothing is computed:

@@ -599,7 +599,8 @@ def _budget(run: Run, machine: Machine, host_bytes: int) -> tuple[Budget, int]:
 
 
 def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
-    """Returns the step that the runtime of a patched model would choose for (runtime/runtime.py)."""
+    """Returns the step that the runtime of a patched model would choose for
+    (runtime/runtime.py)."""
     sizes, document = subject.sizes(run), min(run.tokens, run.model.seq_len)
     images = subject.images(run, machine)
     writes = run.sequence_parallel_size == 1 and BACKENDS[backend].writes_gradients

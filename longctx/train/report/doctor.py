@@ -4,8 +4,8 @@
     longctx doctor --again          measures once more: another process had the GPU
 
 On a GPU the rates are measured in about ten seconds and kept for `longctx plan` and for runs
-(longctx/train/plan/measure.py); where the card is known its profile stands beside them. Works without a
-GPU too.
+(longctx/train/plan/measure.py); where the card is known its profile stands beside them. Works
+without a GPU too.
 """
 
 from __future__ import annotations

@@ -65,9 +65,9 @@ def show_example(
 
 def numbered_pictures(ids: Sequence[int], pictures: Any, sources: Sequence[Any]) -> np.ndarray:
     """Returns the number of the picture that each of a row's tokens belongs to, from 1, and 0 for
-    text; (n,). `pictures` is the processor (train/data/pictures/processor.py), and `sources` are those of
-    the row's pictures. Tokens between a picture's parts, as Mistral 3 has them at the end of a
-    line, are the picture's."""
+    text; (n,). `pictures` is the processor (train/data/pictures/processor.py), and `sources` are
+    those of the row's pictures. Tokens between a picture's parts, as Mistral 3 has them at the end
+    of a line, are the picture's."""
     counts = []
     for number, source in enumerate(sources, 1):
         at = f"picture {number} of the row"

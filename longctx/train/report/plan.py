@@ -3,12 +3,12 @@
     longctx plan --preset llama-3.1-8b --seq_len 65536 --gpu rtx-4090 --host_memory_gib 128 --sweep
     longctx plan --config recipes/llama-3.2-1b_32k.yaml
 
-takes train.py's flags and recipes. Arithmetic alone (longctx/train/plan): no GPU is needed, no weight and
-no text is read; with --class_type any this machine's GPU runs a layer of each kind. Runs in
-bfloat16, under any engine, on --gpus GPUs of one host. Without --gpu the machine is this one, whose
-rates are measured once, in about ten seconds, and kept (longctx doctor); with it
-`--host_memory_gib` is the memory that machine's host has free (default: what is free here).
-Ends with status 1 where the run does not fit.
+takes train.py's flags and recipes. Arithmetic alone (longctx/train/plan): no GPU is needed, no
+weight and no text is read; with --class_type any this machine's GPU runs a layer of each kind. Runs
+in bfloat16, under any engine, on --gpus GPUs of one host. Without --gpu the machine is this one,
+whose rates are measured once, in about ten seconds, and kept (longctx doctor); with it
+`--host_memory_gib` is the memory that machine's host has free (default: what is free here). Ends
+with status 1 where the run does not fit.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ def describe_run(
     step: int,
 ) -> Record:
     """The record of a run that begins after `step` steps. `argv` are the words after the program's
-    name (None: the process's own), `model` is what trains, `counted` has train/data/rows.py's counts of
-    "train" rows and, if there are any, of "eval" rows."""
+    name (None: the process's own), `model` is what trains, `counted` has the counts of
+    train/data/rows.py of "train" rows and, if there are any, of "eval" rows."""
     words = sys.argv[1:] if argv is None else argv
     start = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

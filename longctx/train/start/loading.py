@@ -1,7 +1,7 @@
 """Loads what a run trains: configuration, weights and dtype, checked before heavy work.
 
-A model comes from a folder, a GGUF file or the hub, or is one of train/options/presets.yaml with random
-weights.
+A model comes from a folder, a GGUF file or the hub, or is one of train/options/presets.yaml with
+random weights.
 """
 
 from __future__ import annotations

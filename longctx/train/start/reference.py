@@ -1,4 +1,5 @@
-"""Gives a run's rows the log-probabilities of its reference model (longctx/train/tasks/reference.py)."""
+"""Gives a run's rows the log-probabilities of its reference model
+(longctx/train/tasks/reference.py)."""
 
 from __future__ import annotations
 

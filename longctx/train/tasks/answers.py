@@ -1,9 +1,9 @@
 """Answers to prompts: what a model makes of each, from one forward pass.
 
-A batch (train/data/pack/batches.py) lists the tokens of all answers one after the other: `predictors`
-(N,) and `targets` (N,), `answers` (N,) the number of the answer that each belongs to, `tokens` (A,)
-how many each answer has. Sums over an answer's tokens are in fp64, where the order of additions
-does not show.
+A batch (train/data/pack/batches.py) lists the tokens of all answers one after the other:
+`predictors` (N,) and `targets` (N,), `answers` (N,) the number of the answer that each belongs to,
+`tokens` (A,) how many each answer has. Sums over an answer's tokens are in fp64, where the order of
+additions does not show.
 """
 
 from __future__ import annotations

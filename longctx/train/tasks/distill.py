@@ -75,7 +75,8 @@ class _Hidden(Scoring):
 
 
 class Distill(Task):
-    """The rows are those of `sft`; `teacher` is set before training (longctx/train/start/teacher.py)."""
+    """The rows are those of `sft`; `teacher` is set before training
+    (longctx/train/start/teacher.py)."""
 
     sees = False
 

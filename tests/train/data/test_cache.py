@@ -338,8 +338,8 @@ def test_the_rows_of_this_format(tmp_path):
     hashed = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
     assert hashed == ROWS.get(FORMAT), (
         "the same documents give other rows than before: if that is meant, raise FORMAT in "
-        f"longctx/train/data/pack/cache.py, or old caches will be used, and write down {hashed!r} for it "
-        "here"
+        "longctx/train/data/pack/cache.py, or old caches will be used, and write down "
+        f"{hashed!r} for it here"
     )
 
 

@@ -1,6 +1,7 @@
 """SIGKILL at random moments of one run, chained: its numbers stay those of a run that never died.
 
-    python tests/train/trainer/kills.py --engine zero3 --kills 100 --output profiling/results/kills_zero3.json
+    python tests/train/trainer/kills.py --engine zero3 --kills 100 \\
+        --output profiling/results/kills_zero3.json
 
 A moment is a place in the order of what a run does, never a time, so that a slow or busy machine
 changes nothing. Before every step, and before Python creates, renames or deletes anything in the
