@@ -4,7 +4,8 @@
     python profiling/pictures_to_read.py FOLDER --model qwen3_vl      (or qwen3_5)
 
 The model has random weights and is in FOLDER/model; the pictures and pictures.jsonl, as
-`longctx train` and recipes/trl_images.py read them, are beside it, and so is pairs.jsonl.
+`longctx train` and recipes/trl_images.py read them, are beside it, and so are pairs.jsonl and
+prompts.jsonl, prompts and completions as TRL has them.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ SETTINGS = {"llava": _llava, "qwen3_vl": _qwen, "qwen3_5": _qwen_with_mixers}
 def write_conversations(folder: Path) -> None:
     from PIL import Image
 
-    shown, pairs = [], []
+    shown, pairs, prompts = [], [], []
     for n in range(12):
         name = [*COLOURS][n % len(COLOURS)]
         Image.new("RGB", (40 + n, 60), COLOURS[name]).save(folder / f"{n}.png")
@@ -134,8 +135,10 @@ def write_conversations(folder: Path) -> None:
         other = {"role": "assistant", "content": "It is brown or something else."}
         answers = {"chosen": [answer], "rejected": [other]}
         pairs.append({"prompt": [asked], **answers, "images": [f"{n}.png"]})
+        prompts.append({"prompt": [asked], "completion": [answer], "images": [f"{n}.png"]})
     write_answers(folder / "pictures.jsonl", QUESTION, shown)
     write_records(folder / "pairs.jsonl", pairs)
+    write_records(folder / "prompts.jsonl", prompts)
 
 
 def turns(question: str, answer: str) -> list[dict[str, str]]:

@@ -179,6 +179,7 @@ def cases(inputs: Inputs) -> Iterator[Case]:
     yield from _graphs(inputs)
     yield from _engines(inputs)
     yield from _adapters(inputs)
+    yield from _packed_bases(inputs)
     yield from _tasks(inputs)
     yield from _commands(inputs)
     for n in SEVERAL:
@@ -427,6 +428,25 @@ def _adapters(inputs: Inputs) -> Iterator[Case]:
         yield Case(name=name, commands=(command,), vanilla="--class_type" in more)
 
 
+def _packed_bases(inputs: Inputs) -> Iterator[Case]:
+    """Adapters over a checkpoint in FP8, which is read dense, and their merge into 16 bits."""
+    base, packed = inputs.at("fp8_base"), str(inputs.folder / "fp8_model")
+    round_ = (sys.executable, "profiling/fp8_folder.py", f"{base[1]}/final", packed)
+    own = inputs.at("fp8_lora")
+    trained = (*TRAIN, "--model_name_or_path", packed, *TINY[2:], *LORA, *own)
+    merge = (sys.executable, "-m", "longctx", "merge", f"{own[1]}/final")
+    yield Case(
+        name="fp8_lora",
+        commands=(
+            (*TRAIN, *TINY, *NO_SAVES, *base),
+            round_,
+            trained,
+            (*merge, "--output", str(inputs.folder / "fp8_merged")),
+        ),
+        prints=(SCHEDULE, "its weights are made dense"),
+    )
+
+
 def _tasks(inputs: Inputs) -> Iterator[Case]:
     for task in ("dpo", "orpo", "simpo", "cpo", "reward", "kto"):
         data = inputs.ratings if task == "kto" else inputs.pairs
@@ -552,6 +572,7 @@ def _images(inputs: Inputs) -> Iterator[Case]:
         "images": own.flags(),
         "images_trained": own.flags("--train_vision"),
         "images_lora": own.flags("--lora_r", "8", "--train_vision"),
+        "images_prompts": own.flags(file="prompts"),
     }
     yield Case(
         name="images",

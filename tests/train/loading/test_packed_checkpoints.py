@@ -11,7 +11,6 @@ import torch
 from paths import ROOT
 from safetensors.torch import load_file, save_file
 from small_families import family_config
-from small_fp8 import FP8, in_fp8
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -24,6 +23,7 @@ from longctx.train.options.source import ModelSource
 from longctx.train.report.plan import main as plan
 from longctx.train.start.loading import load_config
 from longctx.train.start.options import parse_planned
+from profiling.fp8_folder import FP8, in_fp8
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 NAMES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")

@@ -12,7 +12,6 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from small_fp8 import in_fp8
 from small_run import logged, prepare, run
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
@@ -20,11 +19,13 @@ from longctx.errors import UserError
 from longctx.families.blocks import scales
 from longctx.train import cli
 from longctx.train.commands import train
+from longctx.train.lora import quantise
 from longctx.train.lora.adapters import Reached, adapter_bytes, check_lora
 from longctx.train.lora.quantise import quantise_shapes_, quantised_loading
 from longctx.train.options.config import ModelArguments
 from longctx.train.output.manifest import read_manifest, write_manifest
 from longctx.train.start.loading import check_request, load_config
+from profiling.fp8_folder import in_fp8
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("plain_kernels")
@@ -351,6 +352,24 @@ def test_adapters_over_fp8_are_trained_and_merged(flags, tmp_path, capsys) -> No
     saved = load_file(merged / "model.safetensors")
     assert not any("scale" in n or x.element_size() < 2 for n, x in saved.items())
     assert "quantization_config" not in (merged / "config.json").read_text()
+
+
+@pytest.mark.gpu
+def test_weights_that_waited_on_the_host_train_to_the_same_bits(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    steps = "--seq_len 512 --max_steps 3 --save_strategy no".split()
+    cli.run(["train", "--preset", "tiny", *steps, "--output_dir", str(tmp_path / "base")])
+    base = ("--model_name_or_path", str(tmp_path / "base/final"))
+    found = []
+    for waits in (False, True):
+        monkeypatch.setattr(quantise, "waits_on_host", lambda packed, gpu_bytes, to=waits: to)
+        folder = tmp_path / str(waits)
+        nf4 = ("--lora_r", "4", "--quantize", "nf4", "--output_dir", str(folder))
+        cli.run(["train", *base, *steps, *nf4])
+        found.append(adapter(folder / "final"))
+    assert "wait in host memory until they are placed" in capsys.readouterr().out
+    assert all(x.equal(found[1][name]) for name, x in found[0].items())
 
 
 def test_a_plan_knows_a_checkpoints_4_bits() -> None:

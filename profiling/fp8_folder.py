@@ -1,8 +1,16 @@
-"""A saved model whose matrices are put in FP8 with a scale for each block, as DeepSeek has them."""
+"""Puts the matrices of a saved model in FP8 with a scale for each block, as DeepSeek has them.
+
+    python profiling/fp8_folder.py runs/base/final runs/fp8
+
+The copy has the values of 8 bits that random scales give; the smoke and tests train adapters over
+it.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +42,19 @@ def in_fp8(folder: Path, block: tuple[int, int] = (32, 16)) -> dict[str, Tensor]
     written = json.loads((folder / "config.json").read_text()) | bits
     (folder / "config.json").write_text(json.dumps(written))
     return truth
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", type=Path, help="a folder with model.safetensors")
+    parser.add_argument("folder", type=Path, help="where to write; must not be there")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True)
+    for file in args.model.iterdir():
+        if file.suffix in (".json", ".jinja", ".safetensors") and "manifest" not in file.name:
+            shutil.copy(file, args.folder)
+    in_fp8(args.folder)
+
+
+if __name__ == "__main__":
+    main()
