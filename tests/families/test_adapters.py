@@ -259,7 +259,7 @@ def test_dropout_is_exact_against_an_explicit_mask(family, dtype, monkeypatch) -
         return scheduled(x, s, above, weights, loras, *rest)
 
     monkeypatch.setattr(modules, "scheduled_layer", watched)
-    paths = FAMILY_OF[family].linears
+    paths = FAMILY_OF[family.partition("-")[0]].linears
     found: list[list[Any]] = [[], [], []]
     for inputs in batches(PACKED, 2 if dtype == torch.float32 else 4):
         drawn.clear()

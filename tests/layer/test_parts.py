@@ -231,5 +231,5 @@ def test_the_room_says_where_the_next_thing_goes() -> None:
             last = name.rpartition(".")[2]
             assert re.search(rf"\b(class|def) {last}\b|^\s*{last}\b.* =", code, re.MULTILINE), name
         for path in re.findall(r"[a-z_/]+\.py", answer):
-            base = ROOT / "longctx" / ("" if path.startswith(("cost/", "model/")) else "layer")
+            base = ROOT / "longctx" / ("" if path.startswith(("cost/", "families/")) else "layer")
             assert (base / path).is_file(), path

@@ -442,7 +442,7 @@ def test_what_ours_renders_otherwise_goes_through_the_tokenizers_own():
 
 def test_the_package_holds_every_template():
     project = (ROOT / "pyproject.toml").read_text()
-    (pattern,) = re.findall(r'"longctx\.data\.chat" = \["(.*)"\]', project)
+    (pattern,) = re.findall(r'"longctx\.train\.data\.chat" = \["(.*)"\]', project)
     assert {path.name for path in FOLDER.parent.glob(pattern)} == {f.file for f in FAMILIES}
     assert {path.name for path in FOLDER.iterdir()} == {f.file for f in FAMILIES}
 

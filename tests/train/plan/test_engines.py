@@ -15,9 +15,8 @@ from longctx.cost.machines import MACHINES
 from longctx.cost.peak import LIBRARY_BYTES
 from longctx.cost.sizes import Parameters
 from longctx.errors import UserError
-from longctx.loop import collectives
 from longctx.memory.pending import Pending
-from longctx.train.engines import fsdp
+from longctx.train.engines import fsdp, gathered
 from longctx.train.engines.fsdp import FSDP2
 from longctx.train.engines.layout import (
     FullyShard,
@@ -360,12 +359,12 @@ def test_the_run_counts_what_is_pending_as_the_plan_does(monkeypatch) -> None:
     monkeypatch.setattr(fsdp, "local_shard", lambda p: torch.zeros(p.numel() // 2))
     whole = lambda shards: Pending(2 * nbytes(shards), nbytes(shards))  # noqa: E731
     monkeypatch.setattr(fsdp, "pending_bytes", whole)
-    assert collectives.gathered_bytes(model) == 2 * (2 * 40 + 2 * 80)
+    assert gathered.gathered_bytes(model) == 2 * (2 * 40 + 2 * 80)
     assert FSDP2().pending_bytes(model) == FullyShard(processes=2).pending(P)
     model.requires_grad_(False)
     for layer in model.layers:
         layer.adapter = nn.Linear(2, 5, bias=False)
-    assert collectives.gathered_bytes(model) == 2 * (2 * (40 + 20) + 80)
+    assert gathered.gathered_bytes(model) == 2 * (2 * (40 + 20) + 80)
     assert FSDP2().pending_bytes(model) == FullyShard(processes=2).pending(ADAPTED)
 
 

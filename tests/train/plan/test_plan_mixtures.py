@@ -30,7 +30,7 @@ from longctx.train.plan import predict
 from longctx.train.plan.predict import Run, Subject, plan
 from longctx.train.start.loading import load_config
 
-RESULTS = Path(__file__).parents[2] / "profiling" / "results"
+RESULTS = Path(__file__).parents[3] / "profiling" / "results"
 COUNTED_FAMILIES = [name for name in EXPERTS if name != "gpt_oss"]
 """gpt-oss's attention in plain torch has matmuls of its own."""
 

@@ -105,7 +105,7 @@ def test_commands_start_alone_whatever_launched_them(said, monkeypatch, capsys) 
 
 PLANNED = """
 import gc, sys
-from longctx import cli
+from longctx.train import cli
 cli.main("plan --preset tiny --seq_len 512 --gpu h100 --host_memory_gib 8".split())
 print(*sys.modules)
 print("collects", gc.isenabled())

@@ -12,6 +12,7 @@ from longctx.loop import states
 from longctx.train.engines.deepspeed import DeepSpeed
 from longctx.train.engines.fsdp import FSDP2
 from longctx.train.options.config import TrainArguments
+from longctx.train.options.exact_states import uses_exact_states
 from longctx.train.output import METRICS
 from longctx.train.start import options
 
@@ -77,7 +78,7 @@ def test_who_asks_for_nothing_trains_as_before(kind, tmp_path, monkeypatch) -> N
     args = TrainArguments(output_dir=str(tmp_path), use_cpu=True, save_fp32=kind == "float32")
     args.optim, args.fp16 = ("sgd" if kind == "sgd" else args.optim), kind == "fp16"
     dtype = torch.bfloat16 if kind == "sgd" else torch.float32
-    assert not states.uses_exact_states(args, dtype)
+    assert not uses_exact_states(args, dtype)
 
 
 @pytest.mark.parametrize("engine", [DeepSpeed, FSDP2])
