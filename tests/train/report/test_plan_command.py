@@ -12,7 +12,7 @@ from rich.console import Console
 
 from longctx.errors import UserError
 from longctx.train.engines.layout import FullyShard
-from longctx.train.loading.pretrained import SIZES
+from longctx.train.loading.sizes import SIZES
 from longctx.train.plan.changes import FSDP2 as FSDP2_FLAGS
 from longctx.train.report.plan import main
 from longctx.train.report.plan_text import COLOURS, OTHER, figures, ways_out, wrapped
