@@ -307,8 +307,8 @@ def assert_as_each_alone(found: Run, naive: Any, alone: Callable[[Any], Run]) ->
         floor = FLOOR[torch.float32] * terms[name] ** 0.5 / float(true.norm())
         limit = FACTOR * relative_error(naively, true) + floor
         assert relative_error(packed, true) <= limit, name
-    # It cancels in dq = ds k, too, whose sum over all patches a bias of q has: few numbers, which the
-    # order of sums scatters from CPU to CPU (twice naive's on one without AMX).
+    # It cancels in dq = ds k, too, whose sum over all patches a bias of q has: few numbers, which
+    # the order of sums scatters from CPU to CPU (twice naive's on one without AMX).
     for name in [name for name in truth[1] if name.endswith("q_proj.bias") and "tower" in name]:
         true, naively, packed = (run[1].pop(name) for run in (truth, plain, ours))
         assert relative_error(packed, true) <= 3 * relative_error(naively, true), name
