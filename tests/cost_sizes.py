@@ -9,12 +9,12 @@ from typing import Any
 from longctx.cost.dims import LayerKind
 from longctx.cost.kept import NOTHING, ORDER, WORDS, Keep
 from longctx.cost.sizes import Sizes, kinds_of
-from longctx.layer.parts.attention import SelfAttention
-from longctx.layer.parts.mlp import MLP
+from longctx.layer.specs.attention_spec import NORM1, AttentionSpec
+from longctx.layer.specs.mlp_spec import NORM2, MlpSpec
 
-LLAMA_LAYER = LayerKind(
-    blocks=(SelfAttention, MLP), intermediate=14336, heads=32, kv_heads=8, head_dim=128
-)
+ATTENTION = AttentionSpec(hidden=4096, heads=32, kv_heads=8, head_dim=128, scale=128**-0.5)
+MLP = MlpSpec(hidden=4096, width=14336)
+LLAMA_LAYER = LayerKind(parts=(ATTENTION, MLP))
 MATRICES = 218_103_808
 """Elements of its matrices."""
 
@@ -27,9 +27,24 @@ def of_layers(layers: Iterable[LayerKind], **changes: Any) -> Sizes:
 
 def llama_8b(layers: int = 32, **changes: Any) -> Sizes:
     """Returns Llama-3.1-8B's sizes with changes, of its layers or of the model."""
-    of_kind = {field.name for field in fields(LayerKind)}
-    kind = replace(LLAMA_LAYER, **{k: v for k, v in changes.items() if k in of_kind})
-    return of_layers(layers * [kind], **{k: v for k, v in changes.items() if k not in of_kind})
+    of_model = {field.name for field in fields(Sizes)}
+    own = {name: value for name, value in changes.items() if name not in of_model}
+    return of_layers(layers * [layer(**own)], **{k: changes[k] for k in changes if k not in own})
+
+
+def layer(post_norms: bool = False, **changes: Any) -> LayerKind:
+    """Returns a layer of Llama-3.1-8B with changes: of the fields of its attention, of its MLP, or
+    of the layer, each by its name."""
+    of = {k: {f.name for f in fields(k)} for k in (AttentionSpec, MlpSpec)}
+    parts = tuple(
+        replace(part, **{k: v for k, v in changes.items() if k in of[type(part)]})
+        for part in (ATTENTION, MLP)
+    )
+    if post_norms:
+        norms = NORM1 | {"post1": "post"}, NORM2 | {"post2": "post"}
+        parts = tuple(replace(part, norms=own) for part, own in zip(parts, norms, strict=True))
+    rest = {k: v for k, v in changes.items() if not any(k in names for names in of.values())}
+    return LayerKind(parts=parts, **rest)
 
 
 LLAMA_8B = llama_8b()

@@ -15,6 +15,7 @@ from transformers import AutoConfig, GptOssConfig, PretrainedConfig
 
 from longctx.families.families import base_of, layers_of
 from longctx.families.family import part_of
+from longctx.layer.specs.mixer_spec import MixerSpec
 from longctx.mixers.mixers import ModelsMixer
 from longctx.system import installed
 
@@ -364,7 +365,7 @@ def mixers_of(model: Any) -> list[Any]:
     """The mixers of a model's layers."""
     whole = model.get_base_model() if isinstance(model, PeftModel) else model
     layers = layers_of(base_of(whole))
-    return [part_of(layer, family.mixer.path) for layer, family in layers if family.mixer]
+    return [part_of(layer, spec.path) for layer, own in layers if (spec := own.part(MixerSpec))]
 
 
 @contextmanager

@@ -26,7 +26,14 @@ from transformers import PretrainedConfig
 
 from longctx.constants import IGNORE_INDEX
 from longctx.errors import UserError
-from longctx.families.families import base_of, family_of, head_of, known_family, layers_of
+from longctx.families.families import (
+    base_of,
+    family_of,
+    head_of,
+    known_family,
+    layer_specs,
+    layers_of,
+)
 from longctx.families.family import part_of
 from longctx.families.strangers import forward_name, has_known_loss, why_not_chunked
 from longctx.forwards.attach import Forward
@@ -36,6 +43,8 @@ from longctx.kernels.rope_tables import apply_rotary_pos_emb
 from longctx.kernels.swiglu import geglu, swiglu
 from longctx.layer.norm_spec import NormSpec
 from longctx.layer.parts.norms import final_norm
+from longctx.layer.specs.attention_spec import AttentionSpec
+from longctx.layer.specs.mlp_spec import MlpSpec
 from longctx.runtime.runtime import runtime_of
 from longctx.settings import FUSED, WHOLE
 
@@ -56,17 +65,18 @@ def why_not_part(config: PretrainedConfig, part: str) -> str | None:
         return "its norms are RMSNorms: rms_norm"
     if part == "rope" and not family.rotary:
         return "they have no RoPE"
-    if part == "rope" and family.interleaved:
+    first = layer_specs(config)[0]
+    attends, mlp = first.part(AttentionSpec), first.part(MlpSpec)
+    if part == "rope" and attends and attends.interleaved:
         return "its RoPE rotates neighbours, and the part rotates halves"
-    if part == "rope" and family.half_tables:
+    if part == "rope" and attends and attends.half_tables:
         return "its cosines and sines have half the columns that the part reads"
     if part in _GATED:
-        if "gate" not in family.linears:
+        if mlp is None or not mlp.gated:
             return "its MLP has no gate"
-        if "mlp" not in family.modules:
+        if "mlp" not in mlp.modules:
             return "its MLP has linear layers of other names"
-        activation = family.layer_traits(config)[0].activation
-        if activation != _GATED[part]:
+        if (activation := mlp.activation) != _GATED[part]:
             return f"its MLP is of {next(n for n, a in _GATED.items() if a == activation)}"
     return None
 
@@ -123,19 +133,21 @@ def _places(base: Any, part: str) -> Iterator[tuple[nn.Module, Callable[..., Any
     if is_norm:
         family = known_family(base)
         yield _known(base, family.last_norm, family.norm_classes, part), norm_part
-    for i, (_, family) in enumerate(layers_of(base)):
+    for i, (_, spec) in enumerate(layers_of(base)):
         where = f"layers.{i}."
         if is_norm:
-            for path in family.norms.values():
-                yield _known(base, where + path, family.norm_classes, part), norm_part
-        elif part == "rope" and family.attends:
-            attention = _known(base, where + family.attention, family.known("Attention"), part)
+            for path in spec.norms.values():
+                yield _known(base, where + path, spec.family.norm_classes, part), norm_part
+        elif part == "rope" and (attends := spec.part(AttentionSpec)):
+            at = attends.path
+            attention = _known(base, where + at, spec.in_layer[at], part)
             if _ROTATION not in type(attention).forward.__code__.co_names:
                 raise UserError(f"rope: {type(attention).__name__} rotates by another function")
             yield attention, rope_part
         elif part in _GATED:
-            _known(base, where + family.activation, family.activations, part)
-            mlp = _known(base, f"{where}mlp", family.known("MLP"), part)
+            for path in spec.one(MlpSpec).activations:
+                _known(base, where + path, spec.in_layer[path], part)
+            mlp = _known(base, f"{where}mlp", spec.in_layer["mlp"], part)
             yield mlp, swiglu_part if part == "swiglu" else geglu_part
 
 

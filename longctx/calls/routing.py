@@ -19,8 +19,9 @@ from longctx.attention.documents import Documents
 from longctx.calls.caller import Caller
 from longctx.calls.shared_prefixes import Sharing
 from longctx.errors import UserError
-from longctx.families.families import known_family, model_traits
+from longctx.families.families import experts_of, known_family, layer_specs
 from longctx.layer.router import IDS
+from longctx.layer.specs.experts_spec import ExpertsSpec
 
 EXPERT_IDS = "expert_ids"
 
@@ -28,7 +29,7 @@ EXPERT_IDS = "expert_ids"
 def check_chosen(base: Any, ids: Any, rows: tuple[int, ...], reason: str | None) -> None:
     """Raises UserError for experts that cannot be those of a batch of these rows (B, S), and where
     Hugging Face's layers would run, which choose their own."""
-    routers = [t.router for t in model_traits(base) if t.router is not None]
+    routers = [spec.router for x in layer_specs(base.config) if (spec := x.part(ExpertsSpec))]
     if not routers:
         raise UserError(f"{EXPERT_IDS} are for models with experts, and this one has none")
     if reason:
@@ -57,7 +58,7 @@ def chosen_of(
     if ids is None:
         return ()
     every = iter(ids.to(where.device, IDS).flatten(1, 2)[:, where])
-    return tuple(None if t.router is None else next(every) for t in model_traits(base))
+    return tuple(next(every) if x.part(ExpertsSpec) else None for x in layer_specs(base.config))
 
 
 def times_of(
@@ -91,6 +92,7 @@ def balance_loss(model: Any, caller: Caller, found: Any, mask: Tensor | None) ->
         return caller.balance
     family = known_family(model)
     theirs = vars(sys.modules[family.home])["load_balancing_loss_func"]
-    router = family.routes(model.config.get_text_config())
-    loss: Tensor = theirs(found.router_logits, router.experts, router.chosen, mask)
+    experts = experts_of(model.config.get_text_config())
+    assert experts is not None
+    loss: Tensor = theirs(found.router_logits, experts.experts, experts.chosen, mask)
     return loss

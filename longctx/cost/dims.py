@@ -1,21 +1,42 @@
-"""The dimensions in which layers of one model may differ. Each layer is of one kind.
-
-H query heads and K key/value heads of size d, F intermediate size.
-"""
+"""The kinds of layers of a model: what a layer is, as the specs of its parts, and what is held,
+trained and adapted of it. Each layer is of one kind."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from longctx.cost.table import Table
 
+P = TypeVar("P")
 
-class Block(Protocol):
-    """A part of a layer, as the count sees it."""
 
-    @staticmethod
-    def cost(s: Any, kind: LayerKind, batch: Any) -> Table:
+class Part(Protocol):
+    """The spec of a part of a layer (layer/specs/), as the count sees it."""
+
+    over_tiles: ClassVar[bool]
+    tile_launches: ClassVar[int]
+    segment_launches: ClassVar[int]
+
+    @property
+    def factor(self) -> float: ...
+
+    @property
+    def scores(self) -> tuple[int, bool] | None: ...
+
+    @property
+    def kv_heads_in_groups(self) -> int: ...
+
+    @property
+    def widest(self) -> int: ...
+
+    @property
+    def tile_columns(self) -> int: ...
+
+    @property
+    def post(self) -> bool: ...
+
+    def cost(self, s: Any, kind: LayerKind, batch: Any) -> Table:
         """Returns the rows of this part in one layer of that kind, in a model of the `Sizes` s and
         in a step of this `Batch` (sizes.py, which imports this file)."""
 
@@ -29,7 +50,7 @@ class Adapted(NamedTuple):
     outputs: float = 0
     """Elements per token that they add to."""
     parameters: float = 0
-    """The parameters of all linear layers of the mixer, frozen ones too."""
+    """Parameters of adapters that a token is multiplied by."""
     rescaled: float = 0
     """Elements of the weights whose rows they rescale (DoRA)."""
 
@@ -83,52 +104,62 @@ UNKNOWN = Measured()
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerKind:
-    """The dimensions of a layer that decide what it computes and how much memory it takes. Layers
-    that agree in all of them are of one kind."""
+class LayerSpec:
+    """A decoder layer as the specs of its parts, in forward's order (layer/specs/)."""
 
-    blocks: tuple[type[Block], ...]
-    """The parts of a layer, in forward's order. The layers of other libraries have none."""
-    intermediate: int  # F
-    heads: int  # H
-    kv_heads: int  # K
-    head_dim: int  # d
-    mixer: Mixed | None = None
-    """The mixer that stands in the place of attention, or beside it."""
-    window: int | None = None
-    """The window of attention; None: a token attends to all before it."""
-    qk_norms: bool = False
-    """Whether each head of q and k has a norm. Attention then takes copies."""
-    wide_norms: bool = False
-    """Whether q and k have norms over all heads."""
-    output_gate: bool = False
-    """Whether q's projection also gives a gate of attention's output."""
-    sinks: bool = False
-    """Whether each head has an attention sink."""
-    caps_scores: bool = False
-    """Whether attention's scores have a softcap."""
-    post_norms: bool = False
-    """Whether norms follow attention and the MLP."""
-    gated: bool = True
-    """Whether the MLP has a gate."""
-    experts: int = 0
-    """The experts of a layer that has some instead of an MLP, F features each."""
-    chosen: int = 0
-    """How many of them a token goes to."""
-    shared: int = 0
-    """The features of the expert that all tokens go to beside them."""
-    weighs_shared: bool = False
-    """Whether each token has a weight of it, the sigmoid of a matmul."""
-    expert_biases: bool = False
-    """Whether they have biases."""
-    fp32_weights: bool = False
-    """Whether Hugging Face's code has the weights of a token's experts in fp32."""
+    parts: tuple[Part, ...]
+
+    def part(self, spec: type[P]) -> P | None:
+        """Returns the part that has a spec of this class; None if the layer has none."""
+        return next((part for part in self.parts if isinstance(part, spec)), None)
+
+    def one(self, spec: type[P]) -> P:
+        """Returns the part that has a spec of this class, in a layer that has one."""
+        found = self.part(spec)
+        assert found is not None, f"a layer without {spec.__name__}"
+        return found
+
+    @property
+    def over_tiles(self) -> bool:
+        """Whether the layer has a part over tiles of tokens, as an MLP."""
+        return any(part.over_tiles for part in self.parts)
+
+    @property
+    def parallel(self) -> bool:
+        """Whether the part over tiles stands beside the one over the row, and reads its norm."""
+        return any(getattr(part, "beside", False) for part in self.parts)
+
+    @property
+    def between(self) -> bool:
+        """Whether a second block reads h, what the first one gives."""
+        over_row = any(not part.over_tiles for part in self.parts)
+        return over_row and self.over_tiles and not self.parallel
+
+    @property
+    def scales(self) -> bool:
+        """Whether the output of any part is multiplied before it is added."""
+        return any(part.factor != 1.0 for part in self.parts)
+
+    @property
+    def post(self) -> bool:
+        """Whether norms follow the parts."""
+        return any(part.post for part in self.parts)
+
+    @property
+    def runs_modules(self) -> bool:
+        """Whether a part runs a module of Hugging Face's, segment by segment, as a mixer does."""
+        return any(part.segment_launches for part in self.parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind(LayerSpec):
+    """A layer as the count sees it: the specs of its parts, and what of its weights is trained,
+    quantised or adapted. Layers that agree in all of that are of one kind."""
+
+    mixed: Mixed | None = None
+    """The sizes of the layer's mixer, from its weights."""
     folded: int = 0
     """Elements of the experts' weights that PEFT folds adapters into, in Hugging Face's code."""
-    between: bool = True
-    """Whether a second block reads h, what the first one gives."""
-    parallel: bool = False
-    """Whether the MLP stands beside attention and reads what attention reads."""
     trains_weights: bool = True
     """Whether any weights are trained; else they have no gradients."""
     dense_bytes: int = 0
@@ -143,24 +174,11 @@ class LayerKind:
     whose cost is counted."""
 
     @property
-    def scores(self) -> tuple[int, bool]:
-        """Returns the size of a head and whether scores are capped, on which rates depend."""
-        return self.head_dim, self.caps_scores
+    def widest(self) -> int:
+        """The most features that a linear layer of the layer reads or gives."""
+        return max((part.widest for part in self.parts), default=1)
 
     @property
-    def wide(self) -> int:
-        """Columns of q and of attention's output, all query heads together."""
-        return self.heads * self.head_dim
-
-    def columns(self, hidden: int) -> int:
-        """Returns the columns that a token has in a tile, as many as an MLP's gate has: for each
-        chosen expert its features, and half of what its slot reads and gives. The shared
-        expert comes before or after the others."""
-        if not self.chosen:
-            return self.intermediate
-        return max(self.chosen * (self.intermediate + hidden // 2), self.shared)
-
-    @property
-    def narrow(self) -> int:
-        """Columns of k, and of v, all key/value heads together."""
-        return self.kv_heads * self.head_dim
+    def tile_columns(self) -> int:
+        """The columns that a token has in a tile, as many as an MLP's gate has."""
+        return max((part.tile_columns for part in self.parts), default=0)

@@ -10,12 +10,10 @@ from __future__ import annotations
 from longctx.cost.dims import LayerKind
 from longctx.cost.fitted import (
     ADAPTER_LAUNCHES,
-    EXPERT_LAUNCHES,
     GAP_S,
     HOST_S,
     LAUNCH_S,
     LAUNCHES,
-    MIXER_LAUNCHES,
 )
 from longctx.cost.peak import Tables
 from longctx.cost.seconds import Numbers
@@ -34,8 +32,10 @@ def kernels(tables: Tables) -> int:
 def _kernels_of(kind: LayerKind, tables: Tables) -> int:
     """Tiles and segments count where kernels are many and short: of experts, and of mixers."""
     dense = LAUNCHES + (ADAPTER_LAUNCHES if kind.rank else 0)
-    of_tiles = tables.tiles * (dense + EXPERT_LAUNCHES) if kind.experts else dense
-    return of_tiles + (tables.segments * MIXER_LAUNCHES if kind.mixer else 0)
+    of_tile = sum(part.tile_launches for part in kind.parts)
+    of_segment = sum(part.segment_launches for part in kind.parts)
+    of_tiles = tables.tiles * (dense + of_tile) if of_tile else dense
+    return of_tiles + tables.segments * of_segment
 
 
 def host_waits(tables: Tables, passes: int, computed_s: Numbers, *, graphs: bool) -> Numbers:

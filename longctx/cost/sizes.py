@@ -142,13 +142,15 @@ class Sizes:
 
     @property
     def scores(self) -> tuple[int, bool]:
-        """Returns `LayerKind.scores` of the kind with the largest heads, for attention's rates."""
-        return max(kind.scores for kind in self.kinds)
+        """Returns the size of the largest heads of any layer and whether their scores are capped,
+        for attention's rates."""
+        found = (part.scores for kind in self.kinds for part in kind.parts)
+        return max((scores for scores in found if scores is not None), default=(1, False))
 
     @property
     def kv_heads(self) -> int:
         """The most head groups into which the key/value heads of every kind can be divided."""
-        return math.gcd(*(kind.kv_heads for kind in self.kinds)) or 1
+        return math.gcd(*(p.kv_heads_in_groups for kind in self.kinds for p in kind.parts)) or 1
 
     @property
     def stream_bytes(self) -> int:
@@ -158,9 +160,9 @@ class Sizes:
         """Returns the cut for batches of so many tokens: what was asked for, else what needs little
         memory. All layers share it: tiles have room for the widest MLP, and head groups divide the
         key/value heads of each kind."""
-        widths = [(kind.columns(self.hidden), kind.post_norms) for kind in self.kinds]
+        widest, post = max((kind.tile_columns, kind.post) for kind in self.kinds)
         return Cut(
-            self.tile_tokens or default_tile_tokens(*max(widths)),
+            self.tile_tokens or default_tile_tokens(widest or self.hidden, post),
             self.head_groups or default_head_groups(tokens, self.kv_heads, self.ranks),
             self.logits_bytes or default_logits_bytes(self.vocab, self.hidden, self.trains_head),
         )

@@ -27,8 +27,10 @@ Families with experts are in mixtures.py, and those with mixers beside attention
 
 from __future__ import annotations
 
+import copy
+import weakref
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,42 +39,49 @@ from transformers import PretrainedConfig, PreTrainedModel
 from longctx.families.adapters import Applied, applied, unwrapped, wrappers
 from longctx.families.classes import class_of
 from longctx.families.family import (
-    NORMS,
-    OF_Q_AND_K,
     ONE_PLUS,
-    OUT,
-    QKV,
-    RELU2,
     ROUNDED_ONCE,
     Family,
-    Names,
+    Layer,
     NormClass,
-    no_window,
+    attention,
+    layer_of,
+    mlp,
     one_window,
     part_of,
     window_by_type,
 )
 from longctx.families.hybrids import HYBRIDS
 from longctx.families.look import Read
-from longctx.families.mixtures import GRANITE, MIXTURES
+from longctx.families.mixtures import GRANITE, MIXTURES, RESIDUAL, SCALED
 from longctx.families.vision import is_whole, joint_of
 from longctx.layer.norm_spec import NormSpec
-from longctx.layer.passes import SIDE_BY_SIDE, Traits
+from longctx.layer.specs.attention_spec import NORM1, OUT, QK_NORMS, AttentionSpec
+from longctx.layer.specs.experts_spec import ExpertsSpec
+from longctx.layer.specs.mixer_spec import MixerSpec
+from longctx.layer.specs.mlp_spec import ACT_FN, NORM2
+from longctx.layer.specs.part_spec import Declare
+from longctx.layer.stack import STACKS
 
-_GELU_TANH: Names = ("transformers.activations.GELUTanh",)
-_BOTH = {"gate": "mlp.gate_up_proj"}
-_POST = {"post1": "post_attention_layernorm", "post2": "post_feedforward_layernorm"}
-_FOUR = {
-    **{"norm1": "input_layernorm", "norm2": "pre_feedforward_layernorm"},
-    **_POST,
-}
+_POST1 = {"post1": "post_attention_layernorm"}
+_POST2 = {"post2": "post_feedforward_layernorm"}
 _CENTRED = partial(ROUNDED_ONCE, centred=True)
 
 
-def _no_rope_without_window(config: Any, layer: int) -> dict[str, Any]:
+def _rope_with_window(config: Any, layer: int) -> str | None:
     """Layers without a window have no RoPE, where others have windows."""
     hybrid = config.sliding_window is not None
-    return {"rope": None} if hybrid and window_by_type(config, layer) is None else {}
+    return None if hybrid and window_by_type(config, layer) is None else "all"
+
+
+def _rope_by_type(config: Any, layer: int) -> str:
+    """Each type of layer has a RoPE of its own."""
+    kind: str = config.layer_types[layer]
+    return kind
+
+
+def _query_scalar(config: Any, layer: int) -> float:
+    return float(config.query_pre_attn_scalar**-0.5)
 
 
 def _scale_by_position(config: Any, positions: Tensor) -> Tensor:
@@ -87,157 +96,193 @@ def _final_cap(model: Any) -> float | None:
     return cap
 
 
+def gelu(at: str = ACT_FN, **fields: Any) -> Declare:
+    """Declares an MLP of GELU, as in Gemma."""
+    return mlp(activation="gelu_tanh", activations={at: "gelu_tanh"}, **fields)
+
+
+def fused(act_fn: str = "mlp.activation_fn", **fields: Any) -> Declare:
+    """Declares an MLP whose gate and up are one parameter, as in GLM."""
+    linears = {"gate": "mlp.gate_up_proj", "down": "mlp.down_proj"}
+    return mlp(linears=linears, activations={act_fn: "silu"}, **fields)
+
+
+def normed(also: Any = NORM1, **fields: Any) -> Declare:
+    """Declares attention with norms of q and k, as in Qwen3."""
+    return attention(norms=also | QK_NORMS, **fields)
+
+
 # What the families of one maker share.
-_OLMO: dict[str, Any] = dict(
-    norms=_POST | OF_Q_AND_K, wide_norms=True, norm=NormClass(spec=ROUNDED_ONCE)
-)
-_GLM: dict[str, Any] = dict(
-    linears=QKV | OUT | _BOTH, interleaved=True, activation="mlp.activation_fn"
-)
-_GEMMA: dict[str, Any] = dict(norm=ONE_PLUS, activations=_GELU_TANH)
+_OLMO: dict[str, Any] = dict(norm=NormClass(spec=ROUNDED_ONCE))
+_GEMMA_2 = dict(norms=NORM1 | _POST1, window=window_by_type, scale=_query_scalar)
+_GEMMA_MLP = gelu(norms={"norm2": "pre_feedforward_layernorm"} | _POST2)
 _COHERE: dict[str, Any] = dict(
-    norms={"norm1": "input_layernorm"},
     norm=NormClass(suffix="LayerNorm", configured="layer_norm_eps", spec=_CENTRED),
-    interleaved=True,
     logits_scaling=lambda model: 1 / model.logit_scale,
 )
+_BESIDE = mlp(norms={}, beside=True)
 _QWEN_VL: dict[str, Any] = dict(
-    base="TextModel", mlp="Qwen2MLP", window=window_by_type, position_rows=3
+    base="TextModel",
+    layer=layer_of(attention(window=window_by_type), mlp(modules={"mlp": ".Qwen2MLP"})),
+    position_rows=3,
 )
+_BY_TYPE = layer_of(attention(window=window_by_type), mlp())
+_OF_ONE_WINDOW = layer_of(attention(window=one_window), mlp())
 FAMILIES: dict[str, Family] = {
     family.kind: family
     for family in (
         Family(kind="llama", prefix="Llama"),
-        Family(kind="mistral", prefix="Mistral", window=one_window),
-        Family(kind="ministral", prefix="Ministral", window=window_by_type),
-        Family(kind="qwen2", prefix="Qwen2", window=window_by_type),
-        Family(kind="qwen3", prefix="Qwen3", window=window_by_type, norms=NORMS | OF_Q_AND_K),
+        Family(kind="mistral", prefix="Mistral", layer=_OF_ONE_WINDOW),
+        Family(kind="ministral", prefix="Ministral", layer=_BY_TYPE),
+        Family(kind="qwen2", prefix="Qwen2", layer=_BY_TYPE),
+        Family(kind="qwen3", prefix="Qwen3", layer=layer_of(normed(window=window_by_type), mlp())),
         Family(
             kind="smollm3",
             prefix="SmolLM3",
-            window=window_by_type,
-            traits=lambda config, i: {} if config.no_rope_layers[i] else {"rope": None},
+            layer=layer_of(
+                attention(
+                    window=window_by_type,
+                    rope=lambda config, i: "all" if config.no_rope_layers[i] else None,
+                ),
+                mlp(),
+            ),
         ),
         Family(
             kind="granite",
             prefix="Granite",
+            layer=layer_of(attention(**SCALED), mlp(**RESIDUAL)),
             **GRANITE,
         ),
         Family(kind="seed_oss", prefix="SeedOss"),
         Family(
             kind="exaone4",
             prefix="Exaone4",
-            norms=_POST | OF_Q_AND_K,
-            window=window_by_type,
-            traits=_no_rope_without_window,
+            layer=layer_of(
+                normed(_POST1, window=window_by_type, rope=_rope_with_window), mlp(norms=_POST2)
+            ),
         ),
-        Family(kind="olmo2", prefix="Olmo2", **_OLMO),
+        Family(
+            kind="olmo2",
+            prefix="Olmo2",
+            layer=layer_of(normed(_POST1, wide_norms=True), mlp(norms=_POST2)),
+            **_OLMO,
+        ),
         Family(
             kind="olmo3",
             prefix="Olmo3",
+            layer=layer_of(
+                normed(_POST1, wide_norms=True, window=window_by_type, rope=_rope_by_type),
+                mlp(norms=_POST2),
+            ),
             **_OLMO,
-            window=window_by_type,
-            traits=lambda config, i: {"rope": config.layer_types[i]},
         ),
         Family(
             kind="hunyuan_v1_dense",
             prefix="HunYuanDenseV1",
-            norms=NORMS
-            | {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
-            traits=lambda config, i: {"norms_rotated": True},
+            layer=layer_of(
+                attention(
+                    norms=NORM1
+                    | {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
+                    norms_rotated=True,
+                ),
+                mlp(),
+            ),
         ),
         Family(
             kind="ministral3",
             prefix="Ministral3",
-            window=one_window,
+            layer=_OF_ONE_WINDOW,
             query_scale=_scale_by_position,
         ),
-        Family(kind="glm", prefix="Glm", **_GLM),
+        Family(kind="glm", prefix="Glm", layer=layer_of(attention(interleaved=True), fused())),
         Family(
             kind="glm4",
             prefix="Glm4",
-            **_GLM,
-            norms=NORMS | {"post1": "post_self_attn_layernorm", "post2": "post_mlp_layernorm"},
+            layer=layer_of(
+                attention(norms=NORM1 | {"post1": "post_self_attn_layernorm"}, interleaved=True),
+                fused(norms=NORM2 | {"post2": "post_mlp_layernorm"}),
+            ),
         ),
-        Family(
-            kind="gemma",
-            prefix="Gemma",
-            **_GEMMA,
-            traits=lambda config, i: {"activation": "gelu_tanh"},
-        ),
+        Family(kind="gemma", prefix="Gemma", layer=layer_of(attention(), gelu()), norm=ONE_PLUS),
         Family(
             kind="gemma2",
             prefix="Gemma2",
-            **_GEMMA,
-            norms=_FOUR,
-            window=window_by_type,
-            score_cap=lambda config: config.attn_logit_softcapping,
+            layer=layer_of(
+                attention(**_GEMMA_2, score_cap=lambda config, i: config.attn_logit_softcapping),
+                _GEMMA_MLP,
+            ),
+            norm=ONE_PLUS,
             logits_cap=_final_cap,
-            traits=lambda config, i: {
-                "activation": "gelu_tanh",
-                "scale": config.query_pre_attn_scalar**-0.5,
-            },
         ),
         Family(
             kind="gemma3_text",
             module="gemma3",
             prefix="Gemma3",
             base="TextModel",
-            **_GEMMA,
-            norms=_FOUR | OF_Q_AND_K,
-            window=window_by_type,
+            layer=layer_of(
+                attention(**_GEMMA_2 | dict(norms=NORM1 | _POST1 | QK_NORMS), rope=_rope_by_type),
+                _GEMMA_MLP,
+            ),
+            norm=ONE_PLUS,
             logits_cap=_final_cap,
-            traits=lambda config, i: {
-                "activation": "gelu_tanh",
-                "rope": config.layer_types[i],
-                "scale": config.query_pre_attn_scalar**-0.5,
-            },
         ),
         Family(
             kind="nemotron",
             prefix="Nemotron",
-            linears=QKV | OUT | {"up": "mlp.up_proj"},
+            layer=layer_of(
+                attention(),
+                mlp(
+                    linears={"up": "mlp.up_proj", "down": "mlp.down_proj"},
+                    activation="relu2",
+                    activations={ACT_FN: "relu2"},
+                ),
+            ),
             norm=NormClass(
                 suffix="LayerNorm1P",
                 epsilon="eps",
                 configured="norm_eps",
                 spec=partial(_CENTRED, offset=1.0),
             ),
-            activations=RELU2,
-            traits=lambda config, i: {"activation": "relu2"},
         ),
         Family(
             kind="starcoder2",
             prefix="Starcoder2",
-            linears=QKV | {"o": "self_attn.o_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"},
+            layer=layer_of(
+                attention(window=one_window),
+                gelu("mlp.act", linears={"up": "mlp.c_fc", "down": "mlp.c_proj"}),
+            ),
             norm=NormClass(suffix="", epsilon="eps", configured="norm_epsilon", spec=_CENTRED),
-            activation="mlp.act",
-            activations=_GELU_TANH,
-            window=one_window,
-            traits=lambda config, i: {"activation": "gelu_tanh"},
         ),
         Family(
             kind="cohere",
             prefix="Cohere",
+            layer=layer_of(attention(interleaved=True), _BESIDE),
             **_COHERE,
-            traits=lambda config, i: {"blocks": SIDE_BY_SIDE},
         ),
         Family(
             kind="cohere2",
             prefix="Cohere2",
-            **_COHERE,
-            window=window_by_type,
-            traits=lambda config, i: (
-                {"blocks": SIDE_BY_SIDE} | ({} if window_by_type(config, i) else {"rope": None})
+            layer=layer_of(
+                attention(
+                    interleaved=True,
+                    window=window_by_type,
+                    rope=lambda config, i: "all" if window_by_type(config, i) else None,
+                ),
+                _BESIDE,
             ),
+            **_COHERE,
         ),
         Family(
             kind="phi3",
             prefix="Phi3",
-            linears={"q": "self_attn.qkv_proj"} | OUT | _BOTH,
-            activation="mlp.activation_fn",
-            dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
-            window=one_window,
+            layer=layer_of(
+                attention(
+                    linears={"q": "self_attn.qkv_proj"} | OUT,
+                    dropouts=("resid_attn_dropout",),
+                    window=one_window,
+                ),
+                fused(dropouts=("resid_mlp_dropout",)),
+            ),
         ),
         Family(kind="qwen2_vl_text", module="qwen2_vl", prefix="Qwen2VL", **_QWEN_VL),
         Family(kind="qwen2_5_vl_text", module="qwen2_5_vl", prefix="Qwen2_5_VL", **_QWEN_VL),
@@ -245,7 +290,7 @@ FAMILIES: dict[str, Family] = {
             kind="qwen3_vl_text",
             module="qwen3_vl",
             prefix="Qwen3VLText",
-            norms=NORMS | OF_Q_AND_K,
+            layer=layer_of(normed(), mlp()),
             position_rows=4,
         ),
         *MIXTURES,
@@ -271,34 +316,83 @@ def family_of_class(kind: Any) -> Family | None:
     return next((families[part[2]] for part in parts if part[2] in families), None)
 
 
-def layers_of(base: Any) -> list[tuple[Any, Family]]:
-    """Returns a base model's layers, each with its family as this layer sees it."""
-    family = known_family(base)
-    return [(layer, family.of_layer(base.config, i)) for i, layer in enumerate(base.layers)]
+class _Declared(NamedTuple):
+    """The layers of a configuration, as they were declared."""
+
+    config: weakref.ref[Any]
+    values: dict[str, Any]
+    layers: tuple[Layer, ...]
 
 
-def layer_weights(layer: Any, family: Family, read: Read = getattr) -> dict[str, Tensor]:
+_DECLARED: dict[int, _Declared] = {}
+
+
+def layer_specs(config: PretrainedConfig) -> tuple[Layer, ...]:
+    """Returns what each layer of a known family is, by the model's configuration; nothing for an
+    unknown family. A forward asks for this several times, so it is made once, and again when a
+    value of the configuration has changed."""
+    made = _DECLARED.get(id(config))
+    if made is not None and made.config() is config and made.values == vars(config):
+        return made.layers
+    family = family_of(config)
+    if family is None:
+        return ()
+    held = vars(config).items()
+    values = {k: copy.deepcopy(v) if isinstance(v, list | dict) else v for k, v in held}
+    each = (family.layer(config, i) for i in range(config.num_hidden_layers))
+    found = tuple(Layer(parts=parts, family=family) for parts in each)
+    if made is not None and _equal(found, made.layers):
+        found = made.layers
+    key = id(config)
+    _DECLARED[key] = _Declared(weakref.ref(config, lambda _: _gone(key)), values, found)
+    return found
+
+
+def _equal(found: tuple[Layer, ...], made: tuple[Layer, ...]) -> bool:
+    """Whether layers are what they were, their RoPE among it."""
+
+    def whole(layer: Layer) -> Any:
+        spec = layer.part(AttentionSpec)
+        return layer.family, layer.parts, spec and spec.rope
+
+    return [*map(whole, found)] == [*map(whole, made)]
+
+
+def _gone(key: int) -> None:
+    """Forgets the layers of a configuration that is no more."""
+    if (made := _DECLARED.get(key)) is not None and made.config() is None:
+        del _DECLARED[key]
+
+
+def layers_of(base: Any) -> list[tuple[Any, Layer]]:
+    """Returns a base model's layers, each with what it is."""
+    return [*zip(base.layers, layer_specs(base.config), strict=False)]
+
+
+def experts_of(config: PretrainedConfig) -> ExpertsSpec | None:
+    """Returns the experts of the first layer that has some; None for a model without experts."""
+    specs = (layer.part(ExpertsSpec) for layer in layer_specs(config))
+    return next((spec for spec in specs if spec is not None), None)
+
+
+def layer_weights(layer: Any, spec: Layer, read: Read = getattr) -> dict[str, Tensor]:
     """Returns a decoder layer's parameters, as the schedule takes them, without its adapters. With
     `look` to read them, what parametrised ones are computed from stands in their places."""
-    return family.weights(layer, read)
+    return spec.weights(layer, read)
 
 
-def layer_adapters(layer: Any, family: Family, read: Read = getattr) -> dict[str, Applied]:
+def layer_adapters(layer: Any, spec: Layer, read: Read = getattr) -> dict[str, Applied]:
     """Returns the adapters that a forward of the layer applies, by the names of the linear layers
     that they adapt."""
-    found = applied({n: part_of(layer, path) for n, path in family.linears.items()}, read)
-    for name, path in family.stacks.items():
-        owner, _, own = path.rpartition(".")
+    found = applied({n: part_of(layer, path) for n, path in spec.linears.items()}, read)
+    for name in STACKS if spec.part(ExpertsSpec) else ():
+        owner, _, own = spec.held[name].rpartition(".")
         module = part_of(layer, owner)
         wrapper = wrappers(module).get(own)
         if wrapper is not None:
             own_adapters = applied({name: wrapper}, read).items()
             found |= {n: x._replace(experts=wrapper.num_experts) for n, x in own_adapters}
     return found
-
-
-def model_traits(model: PreTrainedModel) -> tuple[Traits, ...]:
-    return known_family(model).layer_traits(model.config)
 
 
 def embedding_multiplier(base: PreTrainedModel, *, given: bool) -> float:
@@ -350,8 +444,8 @@ def rotary_of(base: Any) -> Any:
 
 
 def rotary_embeddings(base: Any) -> dict[str, tuple[Tensor, float]]:
-    """Returns the frequencies and factor of each RoPE, by the names in `Traits.rope`: one of all
-    layers, or one of each type of layer, or none."""
+    """Returns the frequencies and factor of each RoPE, by the names in `AttentionSpec.rope`: one of
+    all layers, or one of each type of layer, or none."""
     rotary = rotary_of(base)
     if rotary is None:
         return {}
@@ -366,26 +460,26 @@ def rotary_embeddings(base: Any) -> dict[str, tuple[Tensor, float]]:
 
 def mixes(config: PretrainedConfig) -> bool:
     """Whether some layer of a known family has a mixer."""
-    family = known_family(config)
-    return any(family.of_layer(config, i).mixer for i in range(config.num_hidden_layers))
+    return any(layer.part(MixerSpec) for layer in layer_specs(config))
 
 
 def windows(config: PretrainedConfig) -> list[int | None]:
     """Returns the window of each layer; None for each layer of an unknown family."""
-    family = family_of(config)
-    window = no_window if family is None else family.window
-    return [window(config, i) for i in range(config.num_hidden_layers)]
+    if family_of(config) is None:
+        return config.num_hidden_layers * [None]
+    specs = (layer.part(AttentionSpec) for layer in layer_specs(config))
+    return [None if spec is None else spec.window for spec in specs]
 
 
 def has_post_norms(config: PretrainedConfig) -> bool:
     """Whether norms follow attention and the MLP in some layers."""
-    return "post1" in known_family(config).norms
+    return any(layer.post for layer in layer_specs(config))
 
 
 def score_cap(config: PretrainedConfig) -> float | None:
     """Returns the softcap of attention's scores; None without one and for an unknown family."""
-    family = family_of(config)
-    return None if family is None else family.score_cap(config)
+    specs = (layer.part(AttentionSpec) for layer in layer_specs(config))
+    return next((spec.score_cap for spec in specs if spec is not None), None)
 
 
 def has_windows(config: PretrainedConfig) -> bool:

@@ -19,38 +19,45 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 from longctx.families.family import (
-    NORMS,
-    OF_Q_AND_K,
     ONE_PLUS,
-    OUT,
-    QKV,
-    RELU2,
     ROUNDED_ONCE,
+    DeclareLayer,
     Family,
     NormClass,
+    attention,
+    either,
+    layer_of,
+    mixer,
+    mlp,
 )
 from longctx.families.mixtures import (
-    DENSE,
     GRANITE,
-    GRANITE_SHARED,
-    WITH_SHARED_EXPERT,
-    granite_factors,
+    RESIDUAL,
+    SCALED,
+    granite_experts,
     is_dense,
+    named,
     normed_if_asked,
     softmax_router,
+    with_weighed_expert,
 )
-from longctx.layer.parts.mixer_spec import MixerSpec
-
-_POST = {"post1": "post_attention_layernorm", "post2": "post_feedforward_layernorm"}
-_OF_ATTENTION = (*QKV, "o")
-_GRANITE_MLP = {"gate": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"}
+from longctx.layer.specs.attention_spec import NORM1, OUT, QK_NORMS, QKV
+from longctx.layer.specs.part_spec import Declare
 
 
-def _delta_state(config: Any) -> tuple[int, int]:
+def _is_mixed(config: Any, layer: int) -> bool:
+    kind: str = config.layer_types[layer]
+    return kind == "linear_attention"
+
+
+# --- mixers -------------------------------------------------------------------------------------
+
+
+def _delta_state(config: Any, layer: int) -> tuple[int, int]:
     """Returns the elements of the state of a Gated DeltaNet."""
     d_k, d_v = config.linear_key_head_dim, config.linear_value_head_dim
     values = config.linear_num_value_heads * d_v
@@ -58,135 +65,86 @@ def _delta_state(config: Any) -> tuple[int, int]:
     return values * d_k, channels * (config.linear_conv_kernel_dim - 1)
 
 
-def _mamba_state(config: Any) -> tuple[int, int]:
+def _mamba_state(config: Any, layer: int) -> tuple[int, int]:
     """Returns the elements of the state of a Mamba 2."""
     values, size = config.mamba_n_heads * config.mamba_d_head, config.mamba_d_state
     channels = values + 2 * config.mamba_n_groups * size
     return values * size, channels * (config.mamba_d_conv - 1)
 
 
-DELTA_NET = MixerSpec(
-    path="linear_attn",
-    module="GatedDeltaNet",
-    kind="delta rule",
-    package="fla",
-    norm="norm",
-    state=_delta_state,
-)
-MAMBA = MixerSpec(
-    path="mamba",
-    module="MambaLayer",
-    kind="mamba",
-    graph=4.3,  # of which 1.5 are states before chunks and their gradients, which backward makes
-    norm="norm",
-    gate_first=True,
-    state=_mamba_state,
-)
-
-
-def _without_attention(layer: dict[str, Any]) -> dict[str, Any]:
-    """Returns the modules and linear layers of a layer but for those of its attention."""
-    modules, linears = layer["modules"].items(), layer["linears"].items()
-    return dict(
-        modules={path: name for path, name in modules if path != "self_attn"},
-        linears={name: path for name, path in linears if name not in _OF_ATTENTION},
-    )
-
-
-def _nemotron_state(config: Any) -> tuple[int, int]:
+def _nemotron_state(config: Any, layer: int) -> tuple[int, int]:
     """Returns the elements of the state of a Mamba 2, whose sizes have names of their own here."""
     values = config.mamba_num_heads * config.mamba_head_dim
     channels = values + 2 * config.n_groups * config.ssm_state_size
     return values * config.ssm_state_size, channels * (config.conv_kernel - 1)
 
 
-def _convolution_state(config: Any) -> tuple[int, int]:
+def _convolution_state(config: Any, layer: int) -> tuple[int, int]:
     """Returns the elements of the state of a short convolution, which has no recurrence."""
     return 0, config.hidden_size * (config.conv_L_cache - 1)
 
 
-def _with_delta_net(layer: dict[str, Any]) -> dict[str, Any]:
-    """Returns what describes a layer with a Gated DeltaNet in the place of its attention."""
-    own: dict[str, Any] = dict(mixer=DELTA_NET, norms=NORMS, output_gate=False)
-    return layer | _without_attention(layer) | own
+def delta_net(gated_norm: str = "norm") -> Declare:
+    """Declares a Gated DeltaNet, as in Qwen3.5."""
+    return mixer(
+        path="linear_attn",
+        module="GatedDeltaNet",
+        kind="delta rule",
+        package="fla",
+        gated_norm=gated_norm,
+        state=_delta_state,
+    )
 
 
-def _with_mamba(layer: dict[str, Any]) -> dict[str, Any]:
-    """Returns what describes a layer with a Mamba 2 in the place of its attention."""
-    return layer | _without_attention(layer) | dict(mixer=MAMBA)
+def mamba(**fields: Any) -> Declare:
+    """Declares a Mamba 2, as in Granite 4."""
+    usual: dict[str, Any] = dict(
+        path="mamba",
+        module="MambaLayer",
+        kind="mamba",
+        graph=4.3,  # of which 1.5 are states before chunks and their gradients, made in backward
+        gated_norm="norm",
+        gate_first=True,
+        state=_mamba_state,
+    )
+    return mixer(**usual | fields)
 
 
-_DELTA_NET = _with_delta_net(DENSE)
-_DELTA_NET_AND_EXPERTS = _with_delta_net(WITH_SHARED_EXPERT)
-_OLMO_MIXED = _DELTA_NET | dict(
-    decoders=("LinearAttentionDecoderLayer",),
-    mixer=replace(DELTA_NET, norm="o_norm"),
-    wide_norms=False,
+# --- Qwen3-Next, Qwen3.5, OLMo ------------------------------------------------------------------
+
+_GATED = attention(norms=NORM1 | QK_NORMS, output_gate=True)
+
+
+def _mixed_or_gated(part: Declare) -> DeclareLayer:
+    """Declares layers with a Gated DeltaNet or with gated attention, and a part over tiles."""
+    return layer_of(either(_is_mixed, delta_net(), _GATED), part)
+
+
+_QWEN3_5: dict[str, Any] = dict(
+    base="TextModel", rotary="TextRotaryEmbedding", position_rows=4, norm=ONE_PLUS
 )
-_OLMO_ATTENDS: dict[str, Any] = dict(decoders=("AttentionDecoderLayer",))
-_GRANITE_DENSE: dict[str, Any] = dict(
-    modules={"self_attn": "Attention", "shared_mlp": "MLP"},
-    linears=QKV | {"o": OUT["o"]} | _GRANITE_MLP,
-    stacks={},
-    activation="shared_mlp.activation",
-    width="shared_intermediate_size",
-)
-_LFM2: dict[str, Any] = dict(
-    modules={"self_attn": "Attention", "feed_forward": "MLP"},
-    linears=QKV
-    | {"o": "self_attn.out_proj", "gate": "feed_forward.w1"}
-    | {"up": "feed_forward.w3", "down": "feed_forward.w2"},
-)
-_LFM2_NORMS = {"norm1": "operator_norm", "norm2": "ffn_norm"}
-_LFM2_MIXED: dict[str, Any] = _without_attention(_LFM2) | dict(
-    norms=_LFM2_NORMS,
-    mixer=MixerSpec(
-        path="conv",
-        module="ShortConv",
-        kind="convolution",
-        cache="past_key_values",
-        state=_convolution_state,
-    ),
-)
-_IN_NEMOTRON: dict[str, dict[str, Any]] = {
-    "linear_attention": dict(
-        modules={},
-        linears={},
-        norms={"norm1": "norm"},
-        activation="",
-        mixer=replace(MAMBA, path="mixer", module="Mamba2Mixer", state=_nemotron_state),
-    ),
-    "full_attention": dict(
-        modules={"mixer": "Attention"},
-        linears={name: f"mixer.{name}_proj" for name in _OF_ATTENTION},
-        norms={"norm1": "norm"},
-        activation="",
-    ),
-}
-"""The layers of Nemotron-H by their types; all others have an MLP."""
-_GRANITE_MIXED, _GRANITE_DENSE_MIXED = map(_with_mamba, (GRANITE_SHARED, _GRANITE_DENSE))
 
 
-def _is_mixed(config: Any, layer: int) -> bool:
-    return config.layer_types[layer] == "linear_attention"
-
-
-def _of_qwen3_next(config: Any, layer: int) -> dict[str, Any]:
-    """Layers may have an MLP among layers of experts."""
-    if is_dense(config, layer):
-        return _DELTA_NET if _is_mixed(config, layer) else DENSE
-    return _DELTA_NET_AND_EXPERTS if _is_mixed(config, layer) else {}
-
-
-def _olmo_traits(config: Any, layer: int) -> dict[str, Any]:
+def _olmo_rope(config: Any, layer: int) -> str | None:
     """Released models have no RoPE at all."""
     rope = config.rope_parameters
-    return {} if rope is not None and rope.get("rope_theta") is not None else {"rope": None}
+    return "all" if rope is not None and rope.get("rope_theta") is not None else None
 
 
-def _lfm2_width(config: Any, width: int) -> int:
+_OLMO_ATTENDS = layer_of(
+    attention(
+        norms={"post1": "post_attention_layernorm"} | QK_NORMS, wide_norms=True, rope=_olmo_rope
+    ),
+    mlp(norms={"post2": "post_feedforward_layernorm"}),
+)
+
+# --- LFM2 ---------------------------------------------------------------------------------------
+
+
+def _lfm2_width(config: Any, layer: int) -> int:
     """Returns the width of LFM2's MLPs: two thirds of the configuration's, times a factor, and
     rounded up, if the configuration asks for that."""
+    width: int = config.intermediate_size
     if not config.block_auto_adjust_ff_dim:
         return width
     factor, step = config.block_ffn_dim_multiplier, config.block_multiple_of
@@ -194,140 +152,207 @@ def _lfm2_width(config: Any, width: int) -> int:
     return width if factor is None else step * -(-int(factor * width) // step)
 
 
-def _granite_traits(config: Any, layer: int) -> dict[str, Any]:
+_OPERATOR_NORM = {"norm1": "operator_norm"}
+_LFM2_ATTENDS = attention(
+    linears=QKV | {"o": "self_attn.out_proj"},
+    norms=_OPERATOR_NORM | {"q_norm": "self_attn.q_layernorm", "k_norm": "self_attn.k_layernorm"},
+    drops=False,
+)
+_LFM2_CONVOLVES = mixer(
+    path="conv",
+    module="ShortConv",
+    kind="convolution",
+    cache="past_key_values",
+    norms=_OPERATOR_NORM,
+    state=_convolution_state,
+)
+_LFM2_MLP = mlp(
+    modules={"feed_forward": "MLP"},
+    linears={name: f"feed_forward.{w}" for name, w in dict(gate="w1", up="w3", down="w2").items()},
+    norms={"norm2": "ffn_norm"},
+    activations={},
+    width=_lfm2_width,
+)
+
+# --- Nemotron-H ---------------------------------------------------------------------------------
+
+_IN_NEMOTRON: dict[str, DeclareLayer] = {
+    "linear_attention": layer_of(
+        mamba(path="mixer", module="Mamba2Mixer", state=_nemotron_state, norms={"norm1": "norm"})
+    ),
+    "full_attention": layer_of(
+        attention(
+            path="mixer",
+            modules={"mixer": "Attention"},
+            linears={name: f"mixer.{name}_proj" for name in (*QKV, *OUT)},
+            norms={"norm1": "norm"},
+            rope=None,
+        )
+    ),
+}
+"""The layers of Nemotron-H by their types; all others have an MLP."""
+_NEMOTRON_MLP = layer_of(
+    mlp(
+        modules={"mixer": "MLP"},
+        linears={"up": "mixer.up_proj", "down": "mixer.down_proj"},
+        norms={"norm2": "norm"},
+        activation="relu2",
+        activations={"mixer.act_fn": "relu2"},
+    )
+)
+
+
+def _of_nemotron(config: Any, layer: int) -> Any:
+    return _IN_NEMOTRON.get(config.layer_types[layer], _NEMOTRON_MLP)(config, layer)
+
+
+# --- Granite 4 ----------------------------------------------------------------------------------
+
+
+def _granite_rope(config: Any, layer: int) -> str | None:
     """RoPE is a setting."""
-    rope = "all" if config.position_embedding_type == "rope" else None
-    return granite_factors(config) | {"rope": rope}
+    return "all" if config.position_embedding_type == "rope" else None
 
 
-def _of_granite(config: Any, layer: int) -> dict[str, Any]:
+_GRANITE_MLP = mlp(
+    modules={"shared_mlp": "MLP"},
+    linears={"gate": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
+    activations={"shared_mlp.activation": "silu"},
+    width=named("shared_intermediate_size"),
+    **RESIDUAL,
+)
+
+
+def _has_experts(config: Any, layer: int) -> bool:
     """Models without experts have the shared one alone, as their MLP."""
-    if config.num_local_experts:
-        return _GRANITE_MIXED if _is_mixed(config, layer) else {}
-    return _GRANITE_DENSE_MIXED if _is_mixed(config, layer) else _GRANITE_DENSE
+    return bool(config.num_local_experts)
 
 
-def _falcon_traits(config: Any, layer: int) -> dict[str, Any]:
+# --- Falcon-H1 ----------------------------------------------------------------------------------
+
+
+def _attention_out(config: Any, layer: int) -> float:
+    return float(config.attention_in_multiplier * config.attention_out_multiplier)
+
+
+def _score_factor(config: Any, layer: int) -> float:
     """Attention multiplies what it reads by a, and its keys by b: scores of what q and k's
     projections give without either have the factor a^2 b, and its output a. The mixer multiplies
     what it reads itself."""
-    a, b = config.attention_in_multiplier, config.key_multiplier
-    gate, down = config.mlp_multipliers
-    return dict(
-        score_factor=a**2 * b,
-        gate_scale=gate,
-        factors={
-            "attention": a * config.attention_out_multiplier,
-            "mixer": config.ssm_out_multiplier,
-            "mlp": down,
-        },
-    )
+    return float(config.attention_in_multiplier**2 * config.key_multiplier)
 
 
-def _falcon_factors(config: Any) -> dict[str, float]:
+def _factors_of(**names: str) -> Callable[[Any, int], dict[str, float]]:
+    """Returns what reads factors of modules, by their paths, from the configuration."""
+    return lambda config, i: {path: getattr(config, name) for path, name in names.items()}
+
+
+def _attention_factors(config: Any, layer: int) -> dict[str, float]:
     """Biases of q, k and v would not have the factor a, so that models with both are declined."""
-    gate, down = config.mlp_multipliers
     return {
         "attention_in_multiplier": 1.0 if config.attention_bias else config.attention_in_multiplier,
         "attn_out_multiplier": config.attention_out_multiplier,
-        "ssm_out_multiplier": config.ssm_out_multiplier,
         "self_attn.key_multiplier": config.key_multiplier,
-        "feed_forward.gate_multiplier": gate,
-        "feed_forward.down_multiplier": down,
     }
 
 
-_QWEN3_NEXT: dict[str, Any] = dict(norm=ONE_PLUS, norms=NORMS | OF_Q_AND_K, output_gate=True)
-_QWEN3_5 = _QWEN3_NEXT | dict(base="TextModel", rotary="TextRotaryEmbedding", position_rows=4)
+def _mlp_factors(config: Any, layer: int) -> dict[str, float]:
+    gate, down = config.mlp_multipliers
+    return {"feed_forward.gate_multiplier": gate, "feed_forward.down_multiplier": down}
+
+
+_FALCON = layer_of(
+    attention(factor=_attention_out, score_factor=_score_factor, factors=_attention_factors),
+    # States are twice as large as Granite's.
+    mamba(
+        module="Mixer",
+        graph=5.4,
+        gated_norm="",
+        gate_first=False,
+        factor=named("ssm_out_multiplier"),
+        factors=_factors_of(ssm_out_multiplier="ssm_out_multiplier"),
+    ),
+    mlp(
+        modules={"feed_forward": "MLP"},
+        linears={name: f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+        norms={"norm2": "pre_ff_layernorm"},
+        activations={"feed_forward.act_fn": "silu"},
+        factor=lambda config, i: config.mlp_multipliers[1],
+        gate_scale=lambda config, i: config.mlp_multipliers[0],
+        factors=_mlp_factors,
+    ),
+)
 
 HYBRIDS: tuple[Family, ...] = (
     Family(
         kind="qwen3_5_text",
         module="qwen3_5",
         prefix="Qwen3_5",
+        layer=_mixed_or_gated(mlp()),
         **_QWEN3_5,
-        by_layer=lambda config, i: _DELTA_NET if _is_mixed(config, i) else {},
     ),
     Family(
         kind="qwen3_next",
         prefix="Qwen3Next",
-        **WITH_SHARED_EXPERT,
-        **_QWEN3_NEXT,
-        router=normed_if_asked,
-        by_layer=_of_qwen3_next,
+        layer=_mixed_or_gated(either(is_dense, mlp(), with_weighed_expert(normed_if_asked))),
+        norm=ONE_PLUS,
+        balances=True,
     ),
     Family(
         kind="qwen3_5_moe_text",
         module="qwen3_5_moe",
         prefix="Qwen3_5Moe",
-        **WITH_SHARED_EXPERT,
+        layer=_mixed_or_gated(with_weighed_expert(softmax_router)),
+        balances=True,
         **_QWEN3_5,
-        router=softmax_router,
-        by_layer=lambda config, i: _DELTA_NET_AND_EXPERTS if _is_mixed(config, i) else {},
     ),
     Family(
         kind="olmo_hybrid",
         prefix="OlmoHybrid",
         decoders=("AttentionDecoderLayer", "LinearAttentionDecoderLayer"),
-        norms=_POST | OF_Q_AND_K,
-        wide_norms=True,
+        layer=either(_is_mixed, layer_of(delta_net("o_norm"), mlp()), _OLMO_ATTENDS),
         norm=NormClass(spec=ROUNDED_ONCE),
-        traits=_olmo_traits,
-        by_layer=lambda config, i: _OLMO_MIXED if _is_mixed(config, i) else _OLMO_ATTENDS,
     ),
     Family(
         kind="lfm2",
         prefix="Lfm2",
-        **_LFM2,
+        layer=layer_of(
+            either(
+                lambda config, i: config.layer_types[i] == "conv", _LFM2_CONVOLVES, _LFM2_ATTENDS
+            ),
+            _LFM2_MLP,
+        ),
         last_norm="embedding_norm",
         norm=NormClass(configured="norm_eps"),
-        norms=_LFM2_NORMS | {"q_norm": "self_attn.q_layernorm", "k_norm": "self_attn.k_layernorm"},
-        activation="",
-        drops_attention=False,
-        adjusted=_lfm2_width,
-        by_layer=lambda config, i: _LFM2_MIXED if config.layer_types[i] == "conv" else {},
     ),
     Family(
         kind="nemotron_h",
         prefix="NemotronH",
         decoders=("Block",),
+        layer=_of_nemotron,
         embedding="embeddings",
         last_norm="norm_f",
         rotary="",
-        attention="mixer",
-        modules={"mixer": "MLP"},
-        linears={"up": "mixer.up_proj", "down": "mixer.down_proj"},
-        norms={"norm2": "norm"},
         norm=NormClass(configured="layer_norm_epsilon", spec=ROUNDED_ONCE),
-        activation="mixer.act_fn",
-        activations=RELU2,
-        traits=lambda config, i: {"activation": "relu2", "rope": None},
-        by_layer=lambda config, i: _IN_NEMOTRON.get(config.layer_types[i], {}),
     ),
     Family(
         kind="granitemoehybrid",
         prefix="GraniteMoeHybrid",
-        **GRANITE_SHARED,
-        **GRANITE | dict(traits=_granite_traits),
+        layer=layer_of(
+            either(_is_mixed, mamba(**RESIDUAL), attention(**SCALED, rope=_granite_rope)),
+            either(_has_experts, granite_experts, _GRANITE_MLP),
+        ),
         output="MoeModelOutputWithPast",
         masks_by_position=False,
-        by_layer=_of_granite,
+        balances=True,
+        **GRANITE,
     ),
     Family(
         kind="falcon_h1",
         prefix="FalconH1",
+        layer=_FALCON,
         last_norm="final_layernorm",
-        modules={"self_attn": "Attention", "feed_forward": "MLP"},
-        linears=QKV
-        | {"o": OUT["o"]}
-        | {name: f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
-        norms={"norm1": "input_layernorm", "norm2": "pre_ff_layernorm"},
-        activation="feed_forward.act_fn",
-        # States are twice as large as Granite's.
-        mixer=replace(MAMBA, module="Mixer", graph=5.4, norm="", gate_first=False),
         embedding_multiplier=lambda base: base.embedding_multiplier,
         logits_scaling=lambda model: 1 / model.model.lm_head_multiplier,
-        traits=_falcon_traits,
-        factors=_falcon_factors,
     ),
 )

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.modules.module as torch_module
@@ -45,15 +45,18 @@ from longctx.families.families import (
     head_of,
     is_a,
     known_family,
+    layer_specs,
     layers_of,
     logits_cap,
     rotary_embeddings,
 )
-from longctx.families.family import LAYER_NORM, LINEAR, Family, head_dim, kv_heads, part_of
+from longctx.families.family import LAYER_NORM, LINEAR, Family, Layer, part_of
 from longctx.families.look import look, whole_shape
 from longctx.families.vision import forward_names, is_joint, is_whole
 from longctx.layer.linear import packed_state
-from longctx.layer.passes import Traits
+from longctx.layer.specs.attention_spec import AttentionSpec
+from longctx.layer.specs.experts_spec import ExpertsSpec
+from longctx.layer.specs.mixer_spec import MixerSpec
 
 _AFTER = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS = ("_forward_pre_hooks", *_AFTER)
@@ -198,14 +201,25 @@ def _own_loss(model: PreTrainedModel) -> str | None:
 
 
 def _strangers(base: Any, training: bool) -> Iterator[str]:
-    config, family, dtype, patched = base.config, known_family(base), base.dtype, is_ours(base)
+    """Yields whatever the schedule would pass by: in the base model, in its configuration, and in
+    each layer."""
+    family = known_family(base)
+    yield from _in_base(base, family, training)
+    yield from _in_config(base)
+    for i, (layer, spec) in enumerate(layers_of(base)):
+        yield from _in_layer(_Looked(layer, spec, base, f"model.layers.{i}", training), i)
+
+
+def _in_base(base: Any, family: Family, training: bool) -> Iterator[str]:
+    """Yields what is strange in the base model itself, its RoPE and its last norm."""
+    config, dtype, patched = base.config, base.dtype, is_ours(base)
     if config.output_attentions:
         yield "output_attentions"
     yield from _problems(base, family.known("Model"), "model", patched=patched)
     yield from _undeclared(base, _IN_BASE | {family.embedding, family.last_norm}, "model")
     yield from _dropouts(base, "model", training)
-    traits = family.layer_traits(config)
-    if any(t.rope is not None for t in traits):
+    attends = [spec for layer in layer_specs(config) if (spec := layer.part(AttentionSpec))]
+    if any(spec.rope is not None for spec in attends):
         yield from _problems(base.rotary_emb, family.known(family.rotary), "model.rotary_emb")
     last, where = final_norm_of(base), f"model.{family.last_norm}"
     yield from _problems(last, family.norm_classes, where, patched=patched)
@@ -216,6 +230,11 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
     if len(base.layers) != config.num_hidden_layers:
         held = many(len(base.layers), "layer")
         yield f"{held} where the configuration has {config.num_hidden_layers}"
+
+
+def _in_config(base: Any) -> Iterator[str]:
+    """Yields what a configuration, or the whole process, asks for and the schedule does not do."""
+    config = base.config
     if getattr(config, "clip_qkv", None) is not None:
         yield "a clip of q, k and v"
     attention = config._attn_implementation
@@ -226,57 +245,87 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
         yield "attention to later tokens"
     if any(changing_hooks(torch_module, (f"_global{hooks}" for hooks in _HOOKS))):
         yield "hooks on all modules"
-    for i, (layer, family) in enumerate(layers_of(base)):
-        where, shapes = f"model.layers.{i}", family.shapes(config)
-        stacks = family.stack_shapes(config)
-        for name, shape in {**shapes, **stacks}.items():
-            if 0 in shape:  # as of a shared expert of width 0
-                yield f"a weight without elements ({where}.{name})"
-        yield from _problems(layer, family.known("DecoderLayer"), where, patched=patched)
-        parts = {name: part_of(layer, name) for name in family.in_layer}
-        for name in family.of_experts:
-            for wrapper in wrappers(parts[name]).values():
-                yield from _wrapper_problems(wrapper, dtype, f"{where}.{name}")
-            parts[name] = within(parts[name])
-        for name, known in family.in_layer.items():
-            yield from _problems(parts[name], known, f"{where}.{name}")
-        for name, children in family.children.items():
-            module, path = parts[name] if name else layer, f"{where}.{name}".rstrip(".")
-            yield from _undeclared(module, children, path)
-            yield from _dropouts(module, path, training)
-        for name in family.dropouts:
-            yield from _dropouts(parts[name], f"{where}.{name}", training)
-        for name, shape in shapes.items():
-            yield from _other_shape(parts[name], shape, f"{where}.{name}")
-        linears = family.linears.values()
-        adapted = {name: parts[name] for name in linears if is_adapted(parts[name])}
-        for name, module in adapted.items():
-            for inner, known in inner_modules(module):
-                yield from _problems(inner, known, f"{where}.{name}, inside its adapter")
-            yield from why_not_applied(module, dtype, f"{where}.{name}")
-            parts[name] = module.base_layer
-        for name in linears:
-            yield from why_not_dense(parts[name], dtype, f"{where}.{name}")
-        for name, shape in stacks.items():
-            yield from _other_stack(layer, name, shape, where)
-        for name, module in parts.items():
-            kept = torch.float32 if name in family.in_fp32 else dtype
-            yield from _other_dtypes(module, dtype, where, kept)
-        yield from _other_parameters(family, parts, config, where)
-        yield from _other_experts(family, parts, traits[i], where)
-        if family.mixer is not None:
-            known = family.known(family.mixer.module)
-            mixer = part_of(layer, family.mixer.path)
-            yield from _other_mixer(mixer, known, f"{where}.{family.mixer.path}")
-        yield from _other_factors(family, layer, config, where)
-        if vars(layer).get("residual_multiplier", 1.0) != traits[i].residual:
-            yield f"a residual multiplier of its own in {where}"
-        kind = vars(layer).get("block_type")
-        other = kind is not None and kind != config.layer_types[i]
-        if other or vars(layer).get("is_attention_layer", family.attends) != family.attends:
-            yield f"a layer of another kind than in the configuration in {where}"
-        if family.attends:
-            yield from _other_attention(family, parts, config, traits[i], where)
+
+
+class _Looked(NamedTuple):
+    """A layer that is compared with what its family says of it."""
+
+    layer: Any
+    spec: Layer
+    base: Any
+    where: str
+    training: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+
+def _in_layer(at: _Looked, index: int) -> Iterator[str]:
+    """Yields what is strange in a layer."""
+    layer, spec, where = at.layer, at.spec, at.where
+    for name, shape in {**spec.shapes, **spec.held_shapes}.items():
+        if 0 in shape:  # as of a shared expert of width 0
+            yield f"a weight without elements ({where}.{name})"
+    known = spec.family.known("DecoderLayer")
+    yield from _problems(layer, known, where, patched=is_ours(at.base))
+    modules = {name: part_of(layer, name) for name in spec.in_layer}
+    yield from _in_modules(at, modules)
+    yield from _in_weights(at, modules)
+    config = at.base.config
+    for part in spec.parts:
+        for reason in part.differs(modules, config):
+            yield f"{reason} in {where}"
+    yield from _other_parameters(spec, modules, config, where)
+    if (mixes := spec.part(MixerSpec)) is not None:
+        known = spec.family.known(mixes.module)
+        yield from _other_mixer(part_of(layer, mixes.path), known, f"{where}.{mixes.path}")
+    yield from _other_factors(spec, layer, where)
+    kind, attends = vars(layer).get("block_type"), spec.part(AttentionSpec) is not None
+    other = kind is not None and kind != config.layer_types[index]
+    if other or vars(layer).get("is_attention_layer", attends) != attends:
+        yield f"a layer of another kind than in the configuration in {where}"
+
+
+def _in_modules(at: _Looked, modules: dict[str, Any]) -> Iterator[str]:
+    """Yields what is strange in the modules of a layer, and leaves in `modules` those inside the
+    wrappers of experts' weights."""
+    spec, where = at.spec, at.where
+    stacked = spec.part(ExpertsSpec)
+    for name in stacked.owners if stacked else ():
+        for wrapper in wrappers(modules[name]).values():
+            yield from _wrapper_problems(wrapper, at.dtype, f"{where}.{name}")
+        modules[name] = within(modules[name])
+    for name, known in spec.in_layer.items():
+        yield from _problems(modules[name], known, f"{where}.{name}")
+    for name, children in spec.children.items():
+        module, path = modules[name] if name else at.layer, f"{where}.{name}".rstrip(".")
+        yield from _undeclared(module, children, path)
+        yield from _dropouts(module, path, at.training)
+    for name in spec.dropouts:
+        yield from _dropouts(modules[name], f"{where}.{name}", at.training)
+
+
+def _in_weights(at: _Looked, modules: dict[str, Any]) -> Iterator[str]:
+    """Yields what is strange in the weights of a layer and in its adapters, and leaves in `modules`
+    the linear layers inside adapters."""
+    spec, where, dtype = at.spec, at.where, at.dtype
+    for name, shape in spec.shapes.items():
+        yield from _other_shape(modules[name], shape, f"{where}.{name}")
+    linears = spec.linears.values()
+    adapted = {name: modules[name] for name in linears if is_adapted(modules[name])}
+    for name, module in adapted.items():
+        for inner, known in inner_modules(module):
+            yield from _problems(inner, known, f"{where}.{name}, inside its adapter")
+        yield from why_not_applied(module, dtype, f"{where}.{name}")
+        modules[name] = module.base_layer
+    for name in linears:
+        yield from why_not_dense(modules[name], dtype, f"{where}.{name}")
+    for name, shape in spec.held_shapes.items():
+        yield from _other_stack(at.layer, name, shape, where)
+    for name, module in modules.items():
+        kept = torch.float32 if name in spec.in_fp32 else dtype
+        yield from _other_dtypes(module, dtype, where, kept)
 
 
 def _problems(
@@ -376,32 +425,29 @@ def _other_dtypes(
 
 
 def _other_parameters(
-    family: Family, parts: dict[str, Any], config: Any, where: str
+    spec: Layer, modules: dict[str, Any], config: Any, where: str
 ) -> Iterator[str]:
-    for name in family.norms.values():
-        if getattr(parts[name], family.norm.epsilon) != getattr(config, family.norm.configured):
+    norm = spec.family.norm
+    for name in spec.norms.values():
+        if getattr(modules[name], norm.epsilon) != getattr(config, norm.configured):
             yield f"another epsilon than the configuration's in {where}"
-    for name in family.fused:
-        if look(parts[name], "bias") is not None:
+    for name in spec.fused:
+        if look(modules[name], "bias") is not None:
             yield f"a bias of {name} in {where}"
+    biases = {look(modules[spec.linears[n]], "bias") is None for n in "qkv" if n in spec.linears}
+    if len(biases) > 1:
+        yield f"biases on some of q, k, v only in {where}"
 
 
-def _other_factors(family: Family, layer: Any, config: Any, where: str) -> Iterator[str]:
-    for path, factor in family.factors(config).items():
+def _other_factors(spec: Layer, layer: Any, where: str) -> Iterator[str]:
+    for path, factor in spec.factors.items():
         owner, _, name = path.rpartition(".")
         found = getattr(part_of(layer, owner) if owner else layer, name)
         if found != factor:
             yield f"{path} {found:g}, where the schedule has {factor:g}, in {where}"
-
-
-def _other_experts(
-    family: Family, parts: dict[str, Any], traits: Traits, where: str
-) -> Iterator[str]:
-    """Experts whose activation has other numbers than those of the configuration."""
-    clamped = traits.experts.clamped
-    for name in family.of_experts if clamped else ():
-        if (parts[name].alpha, parts[name].limit) != clamped:
-            yield f"another activation of experts than the configuration's in {where}"
+    residual = vars(layer).get("residual_multiplier")
+    if residual is not None and any(part.factor != residual for part in spec.parts):
+        yield f"a residual multiplier of its own in {where}"
 
 
 def _other_mixer(mixer: Any, known: tuple[str, ...], where: str) -> Iterator[str]:
@@ -410,34 +456,6 @@ def _other_mixer(mixer: Any, known: tuple[str, ...], where: str) -> Iterator[str
     yield from _problems(mixer, known, where, hooks=())
     if any(map(gathers_weights, mixer.modules())):
         yield f"an engine's hooks inside {where}"
-
-
-def _other_attention(
-    family: Family, parts: dict[str, Any], config: Any, traits: Traits, where: str
-) -> Iterator[str]:
-    attention = parts[family.attention]
-    state = vars(attention)
-    if family.drops_attention:
-        _ = attention.attention_dropout  # Hugging Face's forward fails without it
-    if not attention.is_causal:
-        yield f"attention to later tokens in {where}"
-    if attention.head_dim != head_dim(config):
-        yield f"another head size than the configuration's in {where}"
-    groups = config.num_attention_heads // kv_heads(config)
-    if attention.num_key_value_groups != groups:
-        yield f"other groups of heads than the configuration's in {where}"
-    if state.get("attn_logit_softcapping") != family.score_cap(config):
-        yield f"a cap of attention's scores of its own in {where}"
-    if attention.scaling != traits.scale:
-        yield f"an attention scale of its own in {where}"
-    own_window = state.get("sliding_window", traits.window)
-    if (own_window if state.get("is_sliding", True) else None) != traits.window:
-        yield f"another window than the configuration's in {where}"
-    if bool(state.get("use_rope", traits.rope is not None)) != (traits.rope is not None):
-        yield f"RoPE where the configuration has none, or none where it has, in {where}"
-    biases = {look(parts[family.linears[n]], "bias") is None for n in "qkv" if n in family.linears}
-    if len(biases) > 1:
-        yield f"biases on some of q, k, v only in {where}"
 
 
 def changing_hooks(owner: Any, names: Iterable[str] = _AFTER) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from longctx.errors import UserError
 from longctx.families.adapters import with_adapters
 from longctx.families.families import family_of, layer_adapters, layer_weights
-from longctx.families.family import Family
+from longctx.families.family import Layer
 from longctx.families.stand_ins import dense_experts
 from longctx.families.strangers import gathers_weights
 from longctx.forwards.said import untraced
@@ -35,18 +35,17 @@ def layer_forward(
     *args: Any,
     schedule: Schedule | None = None,
     layers_above: int = 0,
-    family: Family | None = None,
+    spec: Layer | None = None,
     added: Added | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    if schedule is None or family is None:
-        known = family_of(self)
-        with dense_experts(self) if known and known.router else nullcontext():
+    if schedule is None or spec is None:
+        with dense_experts(self) if family_of(self) else nullcontext():
             return type(self).forward(self, hidden_states, *args, **kwargs)
-    weights, adapters = layer_weights(self, family), layer_adapters(self, family)
+    weights, adapters = layer_weights(self, spec), layer_adapters(self, spec)
     given = with_adapters(weights, adapters, layers_above, lambda: schedule.seed)
     bring = partial(_bring, self)
-    mixes = mixer_of(self, family)
+    mixes = mixer_of(self, spec)
     return scheduled_layer(hidden_states, schedule, layers_above, *given, bring, added, mixes)
 
 

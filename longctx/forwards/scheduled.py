@@ -22,6 +22,7 @@ from longctx.errors import print_rank0
 from longctx.families.families import (
     embedding_multiplier,
     embedding_of,
+    experts_of,
     final_norm_of,
     final_norm_spec,
     known_family,
@@ -98,8 +99,9 @@ def scheduled_forward(
             times = times_of(documents, sharing, mask, real)
             if documents.parents and runtime.shards is not None and times is not None:
                 times = runtime.shards.own(times.view(B, -1)).flatten()
-            router = known_family(base).routes(base.config)
-            balance = Balance(router, times, runtime.shards)
+            experts = experts_of(base.config)
+            assert experts is not None
+            balance = Balance(experts.router, times, runtime.shards)
         logits = RouterLogits() if caller.router_logits is not None else None
         if not (sharing or runtime.shards or deepstack or balance or logits or chosen):
             hidden = graphed(base, runtime, x, rope, documents)
@@ -116,10 +118,10 @@ def scheduled_forward(
                 expert_ids=chosen,
             )
             layers, added = layers_of(base), _added(deepstack, real)
-            for above, (layer, family) in zip(reversed(range(len(layers))), layers, strict=True):
+            for above, (layer, spec) in zip(reversed(range(len(layers))), layers, strict=True):
                 # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the
                 # checkpointing that Hugging Face's layer class would put around the schedule.
-                given = dict(schedule=schedule, layers_above=above, family=family)
+                given = dict(schedule=schedule, layers_above=above, spec=spec)
                 given["added"] = next(added, None)
                 x = nn.Module.__call__(layer, x, **given)
             if balance is not None:

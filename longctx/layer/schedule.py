@@ -6,15 +6,15 @@ For the T tokens of a batch, x (T, D), and weights (out, in) as Hugging Face sto
     o, lse = attention(q, k, v)   h = x + o Wo'                               (T, H d), (T, D)
     n2 = rms_norm(h)              y = h + (silu(n2 Wg') * (n2 Wu')) Wd'       (T, F), (T, D)
 
-This is Llama's layer: two residual blocks, each a part of its own (parts/). `Traits.blocks` names
-the parts of a layer, and one of them may be missing. Other families (families/families.py) differ
-by data (`Traits`, the parameters they have): a window or another scale of attention, layers without
-rope, a factor r of both sums (h = x + r o Wo'), norms of q and k, a gate of o, norms after the
-parts, an MLP without a gate or beside attention (it reads n1, and y = h + its output), and
-parameters that hold several of these weights. Any of the seven weights may have an adapter. In
-hybrid models a module of the model's own, as Gated DeltaNet, stands in the place of attention
-(parts/mixer.py), or beside it (parts/beside.py). No gradient is computed for frozen weights, and dx
-only where a parameter below is trained.
+This is Llama's layer: two residual blocks, each a part of its own (parts/). A layer's spec has the
+specs of its parts (specs/), and one part may be missing. Other families (families/families.py)
+differ by data in these specs: a window or another scale of attention, layers without rope, a factor
+r of both sums (h = x + r o Wo'), norms of q and k, a gate of o, norms after the parts, an MLP
+without a gate or beside attention (it reads n1, and y = h + its output), and parameters that hold
+several of these weights. Any of the seven weights may have an adapter. In hybrid models a module of
+the model's own, as Gated DeltaNet, stands instead of attention (parts/mixer.py), or beside it
+(parts/beside.py). No gradient is computed for frozen weights, and dx only where a parameter below
+is trained.
 
 Token-wise work runs in tiles of the sequence and attention in head groups, so that gate, up and q,
 k, v exist for one tile or one group only. h and n2, which link the two blocks, also exist for one
@@ -65,7 +65,7 @@ from longctx.memory.store import Saved
 
 def layer_forward(p: Pass, x: Tensor) -> Tensor:  # (T, D) -> (T, D)
     """Returns y, and keeps what backward needs in `p.saved`."""
-    row_part, tiles_part = parts_of(p.traits.blocks)
+    row_part, tiles_part = parts_of(p.spec)
     over_row, over_tiles = row_part(p), tiles_part(p)
     over_row.begin(x)
     over_tiles.keep(x)
@@ -73,7 +73,7 @@ def layer_forward(p: Pass, x: Tensor) -> Tensor:  # (T, D) -> (T, D)
 
     def run(tile: slice) -> None:
         h = over_row.output(x, tile)
-        read = over_row.normed(x[tile]) if p.traits.parallel else h
+        read = over_row.normed(x[tile]) if p.spec.parallel else h
         over_tiles.forward(read, tile, onto=h, out=y[tile])
         p.send(tile)
 
@@ -90,7 +90,7 @@ def layer_backward_(
     kept: Kept,
     wants_dx: bool,
 ) -> None:
-    row_part, tiles_part = parts_of(p.traits.blocks)
+    row_part, tiles_part = parts_of(p.spec)
     over_row = row_part(p, kept)
     over_row.again(x)
     goes_on = over_row.reaches(wants_dx)
@@ -111,7 +111,7 @@ def _tiles_backward_(
     """Runs backward of the part over tiles and of the end of the part over the row, tile by tile.
     Returns the gradient of n1 that comes from a part beside the latter; dy is dh there. The sums of
     the former's gradients are freed with it."""
-    dn1 = torch.empty_like(x, dtype=p.schedule.dtype) if p.traits.parallel else None
+    dn1 = torch.empty_like(x, dtype=p.schedule.dtype) if p.spec.parallel else None
 
     def run(tile: slice) -> None:
         held = None
@@ -195,7 +195,7 @@ class _ScheduledLayer(torch.autograd.Function):
         wants_dx, wants_features, *_ = needs = ctx.needs_input_grad
         d_features = dy[where].to(features.dtype) if wants_features else None  # dy changes below
         wanted = [name for name, needed in zip(names, needs[-len(names) :], strict=True) if needed]
-        scaled = s.traits[ctx.layer].scales
+        scaled = s.layers[ctx.layer].scales
         grads = Gradients(w, wanted, len(tiles) + scaled)
         dx = dy.contiguous()  # overwritten: the layer above made dy for this layer only
         given: Any = dict(weights=w, saved=ctx.saved, mixes=ctx.mixes)
@@ -208,8 +208,8 @@ class _ScheduledLayer(torch.autograd.Function):
 
 def _weights(ctx: Any, parameters: Sequence[Tensor]) -> Weights:
     named = dict(zip(ctx.names, parameters, strict=True))
-    s, traits = ctx.schedule, ctx.schedule.traits[ctx.layer]
-    return Weights.of(named, parts_of(traits.blocks), ctx.adapters, s.dtype, traits.experts)
+    s: Schedule = ctx.schedule
+    return Weights.of(named, s.layers[ctx.layer], ctx.adapters, s.dtype)
 
 
 def _unchanged(ctx: Any, x: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ def scheduled_layer(
     Backward raises RuntimeError if x was modified in place after forward.
     """
     above = layers_above if torch.is_grad_enabled() else None  # without backward nothing is kept
-    layer, names = len(s.traits) - 1 - layers_above, tuple(parameters)
+    layer, names = len(s.layers) - 1 - layers_above, tuple(parameters)
     where, features = added or (None, None)
     how = layer, s, above, adapters, bring, mixes, names
     return _ScheduledLayer.apply(x, features, where, *how, *parameters.values())

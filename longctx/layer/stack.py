@@ -33,10 +33,12 @@ class ExpertLayout:
     """They are (E, K, O), instead of (E, O, K)."""
     clamped: Clamped | None = None
     """The numbers of a clamped activation, whose gate and up are interleaved features; None: they
-    are the two halves, under `Traits.activation`."""
+    are the two halves, under `ExpertsSpec.activation`."""
 
 
 PLAIN = ExpertLayout()
+STACKS = ("experts_in", "experts_out")
+"""The names of the weights of all experts: of gate and up, and of down."""
 
 
 @dataclass(frozen=True)

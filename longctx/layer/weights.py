@@ -1,6 +1,6 @@
 """A layer's parameters by name, as the schedule takes them and as a pass computes with them.
 
-A part declares the names of its linear layers (parts/protocol.py). A parameter is named
+The specs of a layer's parts declare the names of its linear layers (specs/). A parameter is named
 after the linear layer or norm that it belongs to: "q" is its weight, "q.bias" its bias, and "q.a" a
 parameter of its adapter, as the adapter calls it. The autograd Function takes them in the order of
 the mapping that it is given, and returns their gradients in this order.
@@ -8,40 +8,23 @@ the mapping that it is given, and returns their gradients in this order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from longctx.cost.dims import LayerSpec
 from longctx.layer.adapters.protocol import Settings
 from longctx.layer.linear import dense, packed_state
 from longctx.layer.projection import Projection
-from longctx.layer.stack import PLAIN, ExpertLayout, Stack
+from longctx.layer.stack import STACKS, ExpertLayout, Stack
 
 Parameters = Mapping[str, Tensor]
 MIXER = "mixer"
 """The owner of the parameters of a module that a layer runs as it is (parts/mixer.py):
 "mixer.in_proj.weight"."""
-Rows = Callable[[Parameters], Sequence[int]]
-
-
-class InOne(NamedTuple):
-    """Weights that may lie in the parameter of the first one, stacked along its rows: they do where
-    the layer has no second one. The adapter of such a parameter has one A for all of them."""
-
-    names: tuple[str, ...]
-    rows: Rows
-    """Returns how many rows each has, from the layer's parameters."""
-
-
-class Declared(Protocol):
-    """What a part declares of its parameters (parts/protocol.py)."""
-
-    linears: ClassVar[tuple[str, ...]]
-    in_one: ClassVar[tuple[InOne, ...]]
-    stacks: ClassVar[tuple[str, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,29 +42,27 @@ class Weights:
     def of(
         cls,
         parameters: Parameters,
-        parts: Iterable[type[Declared]],
+        layer: LayerSpec,
         adapters: Mapping[str, Settings],
         dtype: torch.dtype,
-        layout: ExpertLayout = PLAIN,
     ) -> Weights:
         """Casts linear layers to `dtype` for matmuls; norms keep their dtype, as in autocast.
         `adapters` has the settings of adapters, by the names of parameters."""
-        parts = [*parts]
-        rooms = _rooms(parameters, [one.names for part in parts for one in part.in_one])
+        parts: Any = layer.parts
+        rooms = _rooms(parameters, [names for part in parts for names in part.side_by_side])
         given = {
             name: x if name.startswith(f"{MIXER}.") else dense(x, rooms.get(name))
             for name, x in parameters.items()
         }
         made = cls(given, {}, {}, {})
         for part in parts:
-            for names, rows in part.in_one:
-                if names[0] in given and names[1] not in given:
-                    made._part_rows(names, rows(given), adapters, dtype)
+            for names, rows in part.in_one.items():
+                made._part_rows(names, rows, adapters, dtype)
             for name in part.linears:
-                if name in given and name not in made.projections:
+                if name not in made.projections:
                     made.projections[name] = made._projection(name, adapters, dtype)
-            for name in part.stacks:
-                made.stacks[name] = made._stack(name, adapters.get(name), dtype, layout)
+            for name in STACKS if part.stacks else ():
+                made.stacks[name] = made._stack(name, adapters.get(name), dtype, part.layout)
         return made
 
     def __getitem__(self, name: str) -> Projection:

@@ -24,10 +24,11 @@ from longctx.constants import GIB
 from longctx.cost.flops import matmul_parameters, mfu, step_flops
 from longctx.cost.machines import peak_flops
 from longctx.families.families import windows
-from longctx.families.family import config_of_layers, head_dim
+from longctx.families.family import config_of_layers
 from longctx.families.look import look
 from longctx.families.matrices import active_shares
 from longctx.families.vision import tower_parameters
+from longctx.layer.specs.part_spec import head_dim
 from longctx.loop.collectives import all_reduce_sum, whole_numel
 
 

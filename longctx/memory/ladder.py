@@ -134,7 +134,7 @@ def _why_not_recorded(step: Step, levels: Sequence[Levels]) -> str | None:
     """Returns why layers cannot run as CUDA graphs, however much memory there is."""
     if any(kind.drops for kind in step.sizes.kinds):
         return DROPS
-    if any(kind.mixer for kind in step.sizes.kinds):
+    if any(kind.runs_modules for kind in step.sizes.kinds):
         return MIXES
     if step.offload == "all" or any(placed.first for placed in levels):
         return "something of every step waits on the host"

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from longctx.families.families import layers_of
-from longctx.families.family import Family, part_of
+from longctx.families.family import Layer, part_of
 from longctx.kernels.state_space import WIDEST
 from longctx.layer.parts.mixer import State
-from longctx.layer.parts.mixer_spec import MixerSpec
+from longctx.layer.specs.mixer_spec import MixerSpec
 from longctx.mixers.mixer_kernels import (
     OurConvolution,
     our_adapters,
@@ -60,7 +60,7 @@ class ModelsMixer:
     ) -> tuple[Tensor, State]:
         carried = Carried(begin)
         how = {"hidden_states": n, self.spec.cache: carried}
-        norm = self.module.get_submodule(self.spec.norm) if self.spec.norm else None
+        norm = self.module.get_submodule(self.spec.gated_norm) if self.spec.gated_norm else None
         convolution, kernels = OurConvolution(begins=bool(begin)), our_recurrence(self.module)
         gated = our_gated_norm(norm, gate_first=self.spec.gate_first)
         with convolution, kernels, gated, our_adapters(self._adapted):
@@ -140,9 +140,9 @@ class _Every:
         return self._layer
 
 
-def mixer_of(layer: Any, family: Family) -> ModelsMixer | None:
-    """Returns a layer's mixer; None if the layer has none. `family` is that of the layer."""
-    spec = family.mixer
+def mixer_of(layer: Any, layer_spec: Layer) -> ModelsMixer | None:
+    """Returns a layer's mixer; None if the layer has none."""
+    spec = layer_spec.part(MixerSpec)
     return None if spec is None else ModelsMixer(part_of(layer, spec.path), spec)
 
 
@@ -155,7 +155,7 @@ def why_slow(base: Any, device: torch.device) -> str | None:
     their kernels is not installed, or the heads of a Mamba 2 are wider than our scan's."""
     if device.type != "cuda":
         return None
-    mixed = [(layer, spec) for layer, family in layers_of(base) if (spec := family.mixer)]
+    mixed = [(layer, spec) for layer, x in layers_of(base) if (spec := x.part(MixerSpec))]
     packages = {spec.package for _, spec in mixed}
     lacking = [_KERNELS[name] for name in sorted(packages) if name and not installed(name)]
     if lacking:

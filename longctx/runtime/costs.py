@@ -1,7 +1,7 @@
 """The cost of a step: a table for each kind of layers, of the rows (longctx/cost/table.py) that
 its parts declare, and those of the loss, the embedding and the update.
 
-The layer's parts and the loss declare their rows where they compute, and peer_costs.py has those of
+The specs of a layer's parts and the loss declare their rows, and peer_costs.py has those of
 Hugging Face's and Liger-Kernel's layers. This file has the rows of torch's embedding and of the
 update, and the sum. The rate of matmuls includes the bytes they move.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from longctx.cost.dims import Block, LayerKind
+from longctx.cost.dims import LayerKind
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Table, Work, joined
 from longctx.head.log_probs import scoring_cost
@@ -20,7 +20,7 @@ from longctx.layer import segments as cutting
 from longctx.layer.adapters.dora import dora_cost
 from longctx.layer.adapters.lora import adapters_cost
 from longctx.layer.linear import dense_cost
-from longctx.layer.parts.protocol import OverTiles
+from longctx.layer.specs.layer_cost import parts_cost
 from longctx.runtime.peer_costs import peer_adapters_cost, peer_layer_cost, peer_loss_cost
 
 # --- the embedding and the update -----------------------------------------------------------
@@ -46,11 +46,6 @@ def update_cost(s: Sizes) -> Table:
 # --- one table a model and cut -----------------------------------------------------------------
 
 
-def _block_cost(block: type[Block], s: Sizes, kind: LayerKind, batch: Batch) -> Table:
-    table = block.cost(s, kind, batch)
-    return table.in_tiles() if issubclass(block, OverTiles) else table
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepTable:
     """The whole cost of a step on the GPU, except for the place of its optimizer states."""
@@ -71,9 +66,8 @@ class StepTable:
         s, batch = self.sizes, self.batch
         if s.class_type != "custom":
             return peer_layer_cost(s, kind, batch) + peer_adapters_cost(s, kind, batch)
-        blocks = [_block_cost(block, s, kind, batch) for block in kind.blocks]
         adapters = [adapters_cost(s, kind, batch), dora_cost(s, kind, batch)]
-        return joined([*blocks, *adapters, dense_cost(kind)])
+        return joined([*parts_cost(s, kind, batch), *adapters, dense_cost(kind)])
 
     @cached_property
     def layers(self) -> tuple[Table, ...]:

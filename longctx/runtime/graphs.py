@@ -47,10 +47,11 @@ from longctx.families.families import (
     final_norm_spec,
     layer_adapters,
     layer_norm_spec,
+    layer_specs,
     layer_weights,
     layers_of,
-    model_traits,
     rotary_embeddings,
+    windows,
 )
 from longctx.families.strangers import why_not_scheduled
 from longctx.kernels.launch import once_differentiable
@@ -98,8 +99,8 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, base: Any, runtime: Runtime, x: Tensor, rope: Tensor, documents: Documents) -> Call:
-        windows = (traits.window for traits in model_traits(base) if traits.window is not None)
-        limits = (n for n in (*windows, *runtime.attention.limits) if n >= documents.longest)
+        shorter = (window for window in windows(base.config) if window is not None)
+        limits = (n for n in (*shorter, *runtime.attention.limits) if n >= documents.longest)
         longest = min([len(x), *limits])
         return cls(
             tokens=len(x),
@@ -128,18 +129,18 @@ class Read(NamedTuple):
 
     @classmethod
     def of(cls, base: Any) -> Read:
-        layers = [
-            with_adapters(layer_weights(layer, family), layer_adapters(layer, family), 0, int)
-            for layer, family in layers_of(base)
+        parameters = [
+            with_adapters(layer_weights(layer, spec), layer_adapters(layer, spec), 0, int)
+            for layer, spec in layers_of(base)
         ]
         last = final_norm_of(base)
         found = {name: getattr(last, name, None) for name in ("weight", "bias")}
         ropes = rotary_embeddings(base).items()
         return cls(
-            layers=layers,
+            layers=parameters,
             norm={name: x for name, x in found.items() if x is not None},
             settings=(
-                model_traits(base),
+                layer_specs(base.config),
                 layer_norm_spec(base),
                 final_norm_spec(base),
                 tuple((name, x.data_ptr(), scaling) for name, (x, scaling) in ropes),

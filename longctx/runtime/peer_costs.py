@@ -18,6 +18,7 @@ slots. The rate of matmuls includes the bytes they move.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from longctx.cost.dims import LayerKind, Measured, Spent
 from longctx.cost.fitted import DEQUANTISE, PEERS
@@ -25,7 +26,9 @@ from longctx.cost.rates import SECONDS
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work
 from longctx.head.loss import loss_cost
-from longctx.layer.parts.attention import attention_flops
+from longctx.layer.specs.attention_spec import AttentionSpec, attention_flops
+from longctx.layer.specs.experts_spec import ExpertsSpec
+from longctx.layer.specs.mlp_spec import MlpSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,10 @@ def peer_layer_cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
     """The rows of a layer that was measured, or has an MLP or experts."""
     if kind.measured is not None:
         return _as_measured(s, kind.measured, batch)
-    return _with_experts(s, kind, batch) if kind.experts else _with_mlp(s, kind, batch)
+    attends, experts = kind.one(AttentionSpec), kind.part(ExpertsSpec)
+    if experts is not None:
+        return _with_experts(s, _Mixture(kind, attends, experts), batch)
+    return _with_mlp(s, kind, attends, kind.one(MlpSpec), batch)
 
 
 def _as_measured(s: Sizes, layer: Measured, batch: Batch) -> Table:
@@ -112,19 +118,21 @@ def _as_measured(s: Sizes, layer: Measured, batch: Batch) -> Table:
 _COMING = "x of the layer below, on its way"
 
 
-def _with_mlp(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
+def _with_mlp(
+    s: Sizes, kind: LayerKind, attends: AttentionSpec, mlp: MlpSpec, batch: Batch
+) -> Table:
     peer, tokens, unit = PEERS[s.class_type], batch.tokens, s.unit(batch.tokens)
 
     def nbytes(multiples: tuple[float, float]) -> int:
-        elements = multiples[0] * s.hidden + multiples[1] * kind.intermediate
+        elements = multiples[0] * s.hidden + multiples[1] * mlp.width
         return int(tokens * elements) * s.itemsize
 
-    matrices = (2 + kind.gated) * kind.intermediate + 2 * kind.wide + 2 * kind.narrow
-    matrices += kind.wide * kind.output_gate
+    matrices = (2 + mlp.gated) * mlp.width + 2 * attends.wide + 2 * attends.narrow
+    matrices += attends.wide * attends.output_gate
     matmuls = 2 * tokens * s.hidden * matrices
     forward = (
         Work(name="matmuls", flops=matmuls, nbytes=nbytes(peer.moves)),
-        Work(name="attention", flops=attention_flops(s, kind, batch), rate="attention"),
+        Work(name="attention", flops=attention_flops(s, attends, batch), rate="attention"),
     )
     layer = nbytes(peer.works)
     coming = unit if s.class_type == "any" else 0  # any_model/seam.py
@@ -148,21 +156,35 @@ def _with_mlp(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
     )
 
 
-def _with_experts(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
-    fused = s.class_type == "liger" and not kind.expert_biases  # it leaves gpt-oss's as they are
+class _Mixture(NamedTuple):
+    """A layer with experts."""
+
+    kind: LayerKind
+    attends: AttentionSpec
+    experts: ExpertsSpec
+
+    @property
+    def makes(self) -> bool:
+        """Whether gradients of experts' weights are made: they are trained, or a copy of them is
+        that has an adapter folded into it."""
+        return self.kind.trains_weights or self.kind.folded > 0
+
+
+def _with_experts(s: Sizes, m: _Mixture, batch: Batch) -> Table:
+    fused = s.class_type == "liger" and not m.experts.biases  # it leaves gpt-oss's as they are
     name = "liger" if fused else "vanilla"
     peer, count, tokens = PEERS[name], COUNTED[name], batch.tokens
     slow = peer.moves[0] / (count.stream[1] + LLAMA_COLUMNS * count.heads[1])
-    moved = slow * tokens * _elements(count, kind, s.hidden, 1) * s.itemsize
-    columns = 2 * kind.wide + 2 * kind.narrow + kind.experts + 3 * kind.shared
-    columns += kind.wide * kind.output_gate
+    moved = slow * tokens * _elements(count, m, s.hidden, 1) * s.itemsize
+    columns = 2 * m.attends.wide + 2 * m.attends.narrow + m.attends.wide * m.attends.output_gate
+    columns += m.experts.experts + 3 * m.experts.shared_width
     matmuls = 2 * tokens * s.hidden * columns
-    experts = 6 * tokens * kind.chosen * s.hidden * kind.intermediate
-    makes = kind.trains_weights or kind.folded > 0 or count.always_gradients
+    experts = 6 * tokens * m.experts.chosen * s.hidden * m.experts.width
+    makes = m.makes or count.always_gradients
     forward = (
         Work(name="matmuls", flops=matmuls, nbytes=moved),
         Work(name="experts", flops=experts, rate="grouped"),
-        Work(name="attention", flops=attention_flops(s, kind, batch), rate="attention"),
+        Work(name="attention", flops=attention_flops(s, m.attends, batch), rate="attention"),
     )
     return Table(
         forward=forward,
@@ -170,30 +192,32 @@ def _with_experts(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
             *forward,
             Work(
                 name="gradients",
-                flops=(1 + kind.trains_weights) * matmuls,
+                flops=(1 + m.kind.trains_weights) * matmuls,
                 nbytes=peer.more * moved,
             ),
             Work(name="gradients of experts", flops=(1 + makes) * experts, rate="grouped"),
             Work(name="attention", flops=2.5 * forward[2].flops, rate="attention backward"),
         ),
         keepables=(Keepable(name="x", nbytes=s.unit(tokens), always=True),),
-        buffers=_buffers_with_experts(s, kind, batch, count),
+        buffers=_buffers_with_experts(s, m, batch, count),
     )
 
 
 def _buffers_with_experts(
-    s: Sizes, kind: LayerKind, batch: Batch, count: Counted
+    s: Sizes, m: _Mixture, batch: Batch, count: Counted
 ) -> tuple[Buffer, ...]:
     tokens, unit = batch.tokens, s.unit(batch.tokens)
-    held = tokens * _elements(count, kind, s.hidden, 0)
-    slot = count.in_forward[0] * s.hidden + count.in_forward[1] * kind.intermediate
-    slot += kind.fp32_weights * count.wide[0] * s.hidden
-    of_slots = int(tokens * kind.chosen * slot) * s.itemsize
-    stays = kind.trains_weights or kind.folded > 0  # and is counted as a gradient or as a copy
+    held = tokens * _elements(count, m, s.hidden, 0)
+    slot = count.in_forward[0] * s.hidden + count.in_forward[1] * m.experts.width
+    slot += m.experts.fp32_weights * count.wide[0] * s.hidden
+    of_slots = int(tokens * m.experts.chosen * slot) * s.itemsize
+    stays = m.makes  # and is counted as a gradient or as a copy
     if not stays:
-        spared = count.of_weights[0] * s.hidden + count.of_weights[1] * kind.intermediate
-        held -= tokens * kind.chosen * spared
-    dropped = 3 * s.hidden * kind.intermediate * kind.experts * count.always_gradients * (not stays)
+        spared = count.of_weights[0] * s.hidden + count.of_weights[1] * m.experts.width
+        held -= tokens * m.experts.chosen * spared
+    dropped = (
+        3 * s.hidden * m.experts.width * m.experts.experts * count.always_gradients * (not stays)
+    )
     return (
         Buffer(name="a layer", nbytes=4 * unit + of_slots, during="layer forward"),
         Buffer(name="a layer", nbytes=unit + int(held) * s.itemsize, during="layer backward"),
@@ -205,13 +229,13 @@ def _buffers_with_experts(
     )
 
 
-def _elements(count: Counted, kind: LayerKind, hidden: int, which: int) -> float:
+def _elements(count: Counted, m: _Mixture, hidden: int, which: int) -> float:
     """Returns the elements a token that are held, or that forward reads and writes."""
-    heads = count.heads[which] + (kind.qk_norms or kind.wide_norms) * count.head_norms[which]
-    slot = (count.slots[which] + kind.fp32_weights * count.wide[which]) * hidden
-    slot += count.features[which] * kind.intermediate
-    stream = count.stream[which] * hidden + heads * (kind.wide + kind.narrow)
-    return stream + kind.chosen * slot + count.shared[which] * kind.shared
+    heads = count.heads[which] + ("q_norm" in m.attends.norms) * count.head_norms[which]
+    slot = (count.slots[which] + m.experts.fp32_weights * count.wide[which]) * hidden
+    slot += count.features[which] * m.experts.width
+    stream = count.stream[which] * hidden + heads * (m.attends.wide + m.attends.narrow)
+    return stream + m.experts.chosen * slot + count.shared[which] * m.experts.shared_width
 
 
 def peer_adapters_cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
@@ -226,7 +250,8 @@ def peer_adapters_cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
     inputs, outputs = (batch.tokens * n for n in (adapted.inputs, adapted.outputs))
     saved = int((4 + kind.drops) * inputs)
     flops = 2 * batch.tokens * adapted.parameters
-    dense = s.hidden * kind.intermediate * s.itemsize if kind.dense_bytes else 0
+    width = max(part.width for part in (kind.part(MlpSpec), kind.part(ExpertsSpec)) if part)
+    dense = s.hidden * width * s.itemsize if kind.dense_bytes else 0
     folds, copies = 2 * kind.rank * kind.folded, kind.folded * s.itemsize
     works = (
         Work(name="adapters", flops=flops + folds, nbytes=10 * inputs + 28 * outputs + 2 * copies),

@@ -20,12 +20,13 @@ from longctx.cost.dims import Adapted, LayerKind, Measured
 from longctx.cost.sizes import Sizes, kinds_of
 from longctx.families.adapters import Applied, applied, inside_peft, is_adapted, is_wrapped
 from longctx.families.blocks import decoder_layers, language_models
-from longctx.families.families import family_of, score_cap
-from longctx.families.family import MLP_WIDTH, head_dim, kv_heads
+from longctx.families.families import layer_specs, score_cap
+from longctx.layer.specs.attention_spec import AttentionSpec
+from longctx.layer.specs.experts_spec import ExpertsSpec
+from longctx.layer.specs.mlp_spec import GATED, MLP_WIDTH, MlpSpec
+from longctx.layer.specs.part_spec import head_dim, kv_heads
 from longctx.settings import FUSED, LAYER_PARTS, ClassType, PatchOptions
 
-FP32_WEIGHTS = {"mixtral", "glm4_moe"}
-"""The families whose routers give weights in fp32 in Hugging Face's code; others round them."""
 FLASH = {"flash_attention_2": "flash", "flash_attention_4": "fa4", "eager": "math"}
 
 
@@ -113,34 +114,36 @@ def trains_weights(sizes: Sizes) -> bool:
 
 
 class Mixture(NamedTuple):
-    """What a layer's experts say of its kind, by the names of `LayerKind`."""
+    """The parts of a layer with experts, of a known family."""
 
-    intermediate: int
-    experts: int
-    chosen: int
-    shared: int
-    expert_biases: bool
-    fp32_weights: bool
-    qk_norms: bool
-    wide_norms: bool
+    attends: AttentionSpec
+    experts: ExpertsSpec
 
 
 def _mixture(config: Any, layer: int) -> Mixture | None:
-    """Returns the experts of a layer; None if it has none, or if its family is not known."""
-    family = family_of(config)
-    own = None if family is None else family.of_layer(config, layer)
-    if own is None or own.router is None or not own.stacks:
+    """Returns the parts of a layer with experts; None if it has none, or if its family is not
+    known."""
+    known = layer_specs(config)
+    experts = known[layer].part(ExpertsSpec) if known else None
+    if experts is None:
         return None
-    router = own.router(config)
-    return Mixture(
-        intermediate=own.features(config),
-        experts=router.experts,
-        chosen=router.chosen,
-        shared=own.shared(config),
-        expert_biases="experts_out.bias" in own.parameters,
-        fp32_weights=own.kind in FP32_WEIGHTS,
-        qk_norms="q_norm" in own.norms and not own.wide_norms,
-        wide_norms=own.wide_norms,
+    attends = known[layer].part(AttentionSpec) or _attention(config)
+    return Mixture(replace(attends, window=None), experts)
+
+
+def _attention(config: Any) -> AttentionSpec:
+    """Returns the attention of a layer of any model, as far as its configuration says it."""
+    heads = _read(attrgetter("num_attention_heads"), config, 1)
+    d = _read(head_dim, config, max(1, config.hidden_size // heads))
+    known = [spec for x in layer_specs(config) if (spec := x.part(AttentionSpec))]
+    return AttentionSpec(
+        hidden=config.hidden_size,
+        heads=heads,
+        kv_heads=_read(kv_heads, config, heads),
+        head_dim=d,
+        scale=d**-0.5,
+        output_gate=any(spec.output_gate for spec in known),
+        score_cap=score_cap(config),
     )
 
 
@@ -149,24 +152,15 @@ def _kind(
 ) -> LayerKind:
     """Returns the kind of layers that all have these experts, or none."""
     config: Any = max(configs, key=lambda config: config.hidden_size)
-    family, count = family_of(config), max(1, len(layers))
-    adapters = _adapters(layers)
+    count, adapters = max(1, len(layers)), _adapters(layers)
     factors = {id(x) for adapter in adapters for x in adapter.parameters.values()}
     of_linears = [adapter for adapter in adapters if adapter.experts == 1]
     stacked = (x.experts * x.inputs * x.outputs for x in adapters if x.experts > 1)
     matrices = [p for layer in layers for p in layer.parameters() if p.dim() > 1]
     first = next(iter(layers), nn.Module())
     packed = [s for p in first.parameters() if (s := getattr(p, "quant_state", None)) is not None]
-    ungated = family is not None and family.router is None and "gate" not in family.linears
-    heads = _read(attrgetter("num_attention_heads"), config, 1)
     return LayerKind(
-        blocks=(),
-        heads=heads,
-        kv_heads=_read(kv_heads, config, heads),
-        head_dim=_read(head_dim, config, max(1, config.hidden_size // heads)),
-        output_gate=family is not None and family.output_gate,
-        caps_scores=score_cap(config) is not None,
-        gated=not ungated,
+        parts=mixture or (_attention(config), _mlp(config, max(map(_intermediate, configs)))),
         trains_weights=any(p.requires_grad and id(p) not in factors for p in matrices),
         dense_bytes=sum(math.prod(state.shape) * itemsize for state in packed),
         rank=max((adapter.rank for adapter in adapters), default=0),
@@ -177,13 +171,19 @@ def _kind(
             parameters=sum(x.a.numel() + x.b.numel() for x in of_linears) / count,
         ),
         folded=sum(stacked) // count,
-        **dict(intermediate=max(map(_intermediate, configs)))
-        | ({} if mixture is None else mixture._asdict()),
     )
 
 
+def _mlp(config: Any, width: int) -> MlpSpec:
+    """Returns an MLP of this width, which has a gate unless those of the family have none."""
+    known = [spec for x in layer_specs(config) if (spec := x.part(MlpSpec))]
+    linears = known[0].linears if known else GATED
+    return MlpSpec(hidden=config.hidden_size, width=width, linears=linears)
+
+
 def _nothing(layers: int) -> dict[str, Any]:
-    kind = LayerKind(blocks=(), intermediate=1, heads=1, kv_heads=1, head_dim=1)
+    one: dict[str, Any] = dict(hidden=1, scale=1.0, heads=1, kv_heads=1, head_dim=1)
+    kind = LayerKind(parts=(AttentionSpec(**one), MlpSpec(hidden=1, width=1)))
     ones = ("hidden", "vocab", "head_groups", "tile_tokens", "logits_bytes")
     return kinds_of(layers * [kind]) | dict.fromkeys(ones, 1)
 

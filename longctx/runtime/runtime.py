@@ -39,24 +39,26 @@ from longctx.families.families import (
     has_post_norms,
     has_windows,
     head_of,
-    known_family,
     layer_adapters,
     layer_norm_spec,
+    layer_specs,
     layer_weights,
     layers_of,
     mixes,
-    model_traits,
     query_scale,
     rotary_embeddings,
     rotary_of,
     score_cap,
+    windows,
 )
-from longctx.families.family import Family, head_dim, kv_heads, mlp_width
+from longctx.families.family import Layer, mlp_width
 from longctx.families.look import look, whole_shape
 from longctx.families.strangers import gathers_weights, why_not_chunked
 from longctx.layer.linear import packed_state
-from longctx.layer.parts.table import parts_of
-from longctx.layer.passes import Rope, Schedule, Traits
+from longctx.layer.passes import Rope, Schedule
+from longctx.layer.specs.experts_spec import ExpertsSpec
+from longctx.layer.specs.mixer_spec import MixerSpec
+from longctx.layer.specs.part_spec import head_dim, kv_heads
 from longctx.layer.weights import MIXER
 from longctx.memory.ladder import Budget, Chosen, Step, choose, host_bytes
 from longctx.memory.levels import pending_levels
@@ -297,9 +299,8 @@ def model_sizes(
     base, head = base_of(model), head_of(model)
     assert base is not None
     config = base.config
-    layers = zip(layers_of(base), known_family(base).layer_traits(config), strict=True)
     return Sizes(
-        **kinds_of(_kind(config, *layer, traits, dtype.itemsize) for layer, traits in layers),
+        **kinds_of(_kind(*layer, dtype.itemsize) for layer in layers_of(base)),
         hidden=config.hidden_size,
         vocab=config.vocab_size,
         itemsize=dtype.itemsize,
@@ -313,43 +314,24 @@ def model_sizes(
     )
 
 
-def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int) -> LayerKind:
+def _kind(layer: Any, spec: Layer, itemsize: int) -> LayerKind:
     """Returns the kind of a layer, in the dtype of the activations."""
-    named = layer_weights(layer, family, look)
+    named = layer_weights(layer, spec, look)
     inside = {name: x for name, x in named.items() if name.startswith(f"{MIXER}.")}
     shapes = {name: whole_shape(x) for name, x in inside.items()}
     trained = [name for name, x in inside.items() if x.requires_grad]
-    weights = [x for name, x in named.items() if not name.startswith(f"{MIXER}.")]
-    adapters = layer_adapters(layer, family, look).values()
+    weights = [x for name, x in named.items() if name not in inside]
+    adapters = layer_adapters(layer, spec, look).values()
     packed = [state for w in named.values() if (state := packed_state(w)) is not None]
-    chosen = traits.router.chosen if traits.router else 0
+    experts, mixes = spec.part(ExpertsSpec), spec.part(MixerSpec)
 
     def times(x: Applied) -> float:
         """Returns how often a token meets an adapter."""
-        return chosen if x.experts > 1 else x.share
+        return experts.chosen if experts and x.experts > 1 else x.share
 
     return LayerKind(
-        blocks=parts_of(traits.blocks),
-        intermediate=family.features(config),
-        heads=config.num_attention_heads,
-        kv_heads=kv_heads(config),
-        head_dim=head_dim(config),
-        mixer=family.mixer.sizes(shapes, trained, config, itemsize) if family.mixer else None,
-        window=traits.window,
-        qk_norms="q_norm" in family.norms and not family.wide_norms,
-        wide_norms=family.wide_norms,
-        output_gate=traits.output_gate,
-        sinks="sinks" in family.parameters,
-        caps_scores=family.score_cap(config) is not None,
-        post_norms="post1" in family.norms,
-        gated="gate" in family.linears or bool(family.stacks),
-        experts=traits.router.experts if traits.router else 0,
-        chosen=chosen,
-        shared=family.shared(config),
-        weighs_shared="share" in family.linears,
-        expert_biases="experts_out.bias" in family.parameters,
-        between=traits.between,
-        parallel=traits.parallel,
+        parts=spec.parts,
+        mixed=mixes.sizes(shapes, trained, itemsize) if mixes else None,
         trains_weights=any(x.requires_grad and x.dim() > 1 for x in weights),
         dense_bytes=sum(math.prod(state.shape) * itemsize for state in packed),
         rank=max((x.rank for x in adapters), default=0),
@@ -438,7 +420,7 @@ def make_schedule(
         check_shares(config.num_attention_heads, heads, head_groups, runtime.shards.ranks)
         attention = Sharded(attention, runtime.shards, rows)
     return Schedule(
-        traits=model_traits(base),
+        layers=layer_specs(config),
         documents=documents,
         position_ids=position_ids,
         ropes=_ropes(base, by_rows=position_ids.dim() > 1),
@@ -461,18 +443,18 @@ def copied_keys(base: Any, runtime: Runtime, documents: Documents) -> Documents:
     return with_copies(
         documents,
         runtime.attention,
-        windows=(traits.window for traits in model_traits(base)),
+        windows=windows(base.config),
         key_bytes=of_a_group * runtime.dtype.itemsize,
     )
 
 
 def _ropes(base: Any, by_rows: bool) -> dict[str, Rope]:
-    """The rotary embeddings of a model, by the names in `Traits.rope`."""
+    """The rotary embeddings of a model, by the names in `AttentionSpec.rope`."""
     found = {}
     for name, (inv_freq, scaling) in rotary_embeddings(base).items():
         inv_freq = inv_freq.to(torch.float32, copy=follows_positions(base))
         rows = rows_of(base.rotary_emb, inv_freq) if by_rows else None
-        found[name] = Rope(inv_freq, scaling, known_family(base).interleaved, rows)
+        found[name] = Rope(inv_freq, scaling, rows)
     return found
 
 

@@ -17,7 +17,8 @@ from longctx.attention.backends import Efficient, choose_attention
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention
 from longctx.errors import UserError
-from longctx.layer.passes import Schedule, Traits
+from longctx.layer.passes import Schedule
+from longctx.layer.specs.attention_spec import AttentionSpec
 
 BACKENDS = [
     pytest.param("math", torch.float32),
@@ -207,7 +208,8 @@ def eager(
 
 def test_a_window_as_long_as_the_longest_document_is_none() -> None:
     """The schedule passes none then, so that cuDNN runs and no kernel is a slower one."""
-    traits, seen = Traits(scale=1.0, window=5), []
+    sizes = dict(hidden=8, heads=1, kv_heads=1, head_dim=8)
+    spec, seen = AttentionSpec(**sizes, scale=1.0, window=5), []
     for lengths, parents in (
         ([5, 3], None),
         ([6, 3], None),
@@ -215,7 +217,7 @@ def test_a_window_as_long_as_the_longest_document_is_none() -> None:
         ([3, 3], [None, 0]),
     ):
         documents = Documents.of(lengths, parents)
-        seen.append(Schedule.window(SimpleNamespace(documents=documents), traits))
+        seen.append(Schedule.window(SimpleNamespace(documents=documents), spec))
     assert seen == [None, 5, None, 5]
 
 

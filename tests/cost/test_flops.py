@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cost_sizes import LLAMA_8B, LLAMA_LAYER, MATRICES
+from cost_sizes import ATTENTION, LLAMA_8B, MATRICES
 
 from longctx.cost.flops import matmul_parameters, mfu, squared_length, step_flops
 from longctx.cost.sizes import Batch
@@ -21,7 +21,7 @@ def test_model_flops_are_those_of_the_table(document: int) -> None:
     flops = step_flops(
         parameters=s.layers * MATRICES + s.vocab * s.hidden,
         tokens=tokens,
-        attended=s.layers * LLAMA_LAYER.wide * (tokens // document) * squared_length(document),
+        attended=s.layers * ATTENTION.wide * (tokens // document) * squared_length(document),
     )
     assert flops == 3 * s.layers * (layer.at("matmul") + layer.at("attention")) + loss.at("matmul")
 

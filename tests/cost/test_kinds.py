@@ -3,11 +3,11 @@ the identity, and a second MLP-like part with a rate, a moment and kept tensors 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from cost_sizes import LLAMA_LAYER, SETS, of_layers
+from cost_sizes import ATTENTION, LLAMA_LAYER, MLP, SETS, layer, of_layers
 
 from longctx.constants import GIB
 from longctx.cost import rates
@@ -18,8 +18,7 @@ from longctx.cost.rates import AttentionRates, Rates
 from longctx.cost.seconds import left_at
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work, load
-from longctx.layer.parts.attention import SelfAttention
-from longctx.layer.parts.mlp import MLP
+from longctx.layer.specs.part_spec import PartSpec
 from longctx.memory.ladder import Budget, Chosen, Step, choose, predicted
 from longctx.memory.levels import pending_levels
 from longctx.memory.place import BlockSizes, Place, PlacedStates
@@ -30,16 +29,16 @@ ROW = Batch(T, T)
 RATES = Rates(6e14, 5e10, 3e12, AttentionRates(6e14, 6e14))
 
 
-class Identity:
-    @staticmethod
-    def cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
+@dataclass(frozen=True, kw_only=True)
+class IdentitySpec(PartSpec):
+    def cost(self, s: Sizes, kind: LayerKind, batch: Batch) -> Table:
         x = Keepable(name="x", nbytes=s.unit(batch.tokens), word="x", always=True)
         return Table(keepables=(x,))
 
 
-class Experts:
-    @staticmethod
-    def cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
+@dataclass(frozen=True, kw_only=True)
+class FakeExpertsSpec(PartSpec):
+    def cost(self, s: Sizes, kind: LayerKind, batch: Batch) -> Table:
         grouped = Work(name="experts", flops=1e14, rate="grouped")
         return Table(
             forward=(grouped,),
@@ -56,8 +55,8 @@ class Experts:
         )
 
 
-MIXES = replace(LLAMA_LAYER, blocks=(Identity, MLP))
-ROUTES = replace(LLAMA_LAYER, blocks=(SelfAttention, MLP, Experts))
+MIXES = replace(LLAMA_LAYER, parts=(IdentitySpec(hidden=4096), MLP))
+ROUTES = replace(LLAMA_LAYER, parts=(ATTENTION, MLP, FakeExpertsSpec(hidden=4096)))
 LAYERS = of_layers(2 * [LLAMA_LAYER, MIXES, MIXES, ROUTES])
 
 
@@ -131,16 +130,16 @@ def test_what_is_left_of_forward_is_a_share_of_its_seconds() -> None:
 @pytest.mark.parametrize(("gpu_gib", "host_gib"), [(20, 60), (60, 10), (400, 0)])
 def test_each_kind_keeps_what_it_has(keep, gpu_gib, host_gib) -> None:
     step, found = chosen(gpu_gib, host_gib, keep=keep)
-    for layer, kept in zip(StepTable.of(LAYERS, ROW).layers, found.ladder, strict=True):
-        assert layer.always <= kept.kept <= layer.by_name.keys() and kept.hosted <= kept.kept
+    for table, kept in zip(StepTable.of(LAYERS, ROW).layers, found.ladder, strict=True):
+        assert table.always <= kept.kept <= table.by_name.keys() and kept.hosted <= kept.kept
         if keep == "o":
-            assert kept.kept == layer.always | (layer.by_name.keys() & {"o"})
+            assert kept.kept == table.always | (table.by_name.keys() & {"o"})
     assert predicted(step, found).step == pytest.approx(found.seconds)
 
 
 def test_what_is_worth_most_is_kept_first() -> None:
     """o of full rows spares 70 ms of attention, that of a window 2 ms."""
-    sizes = of_layers(8 * [replace(LLAMA_LAYER, window=1024), LLAMA_LAYER])
+    sizes = of_layers(8 * [layer(window=1024), LLAMA_LAYER])
     step = Step(count=StepTable.of, sizes=sizes, batch=ROW, rates=RATES, offload="none")
     levels = [pending_levels(16, 0, 0, accumulates=False)]
     found = [choose(step, levels, Budget(gib * GIB, 0)).ladder for gib in range(24, 60, 4)]

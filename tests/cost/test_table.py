@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from cost_sizes import LLAMA_8B, LLAMA_LAYER, MATRICES, SETS, keep_of, llama_8b
+from cost_sizes import ATTENTION, LLAMA_8B, MATRICES, SETS, keep_of, llama_8b
 
 from longctx.constants import GIB
 from longctx.cost import rates
@@ -17,8 +17,8 @@ from longctx.cost.rates import AttentionRates, Rates
 from longctx.cost.seconds import priced
 from longctx.cost.sizes import Batch, Cut, default_head_groups, default_tile_tokens
 from longctx.cost.table import Keepable, Table, Work, load
-from longctx.layer.parts.attention import SelfAttention, attention_flops
-from longctx.layer.parts.mlp import MLP
+from longctx.layer.specs.attention_spec import AttentionSpec, attention_flops
+from longctx.layer.specs.mlp_spec import MlpSpec
 from longctx.memory.candidates import candidates, sets
 from longctx.memory.ladder import Budget, Step, choose
 from longctx.memory.levels import pending_levels
@@ -50,7 +50,7 @@ def test_what_a_byte_spares_above_o_is_the_same() -> None:
 def test_without_o_attention_runs_again_and_q_k_v_twice() -> None:
     again = load(TABLE.kinds[0].again(SETS["x"]))
     assert again.at("attention") == 2 * 4096 * T**2
-    assert again.at("attention") == attention_flops(LLAMA_8B, LLAMA_LAYER, Batch(T, T))
+    assert again.at("attention") == attention_flops(LLAMA_8B, ATTENTION, Batch(T, T))
     once = load(TABLE.kinds[0].again(SETS["o"]))
     assert again.at("matmul") - once.at("matmul") == TABLE.kinds[0].forward[0].flops
     assert TABLE.kinds[0].again_bytes(SETS["x"]) == TABLE.kinds[0].by_name["o"].aligned
@@ -88,16 +88,16 @@ def test_what_the_loss_works_with() -> None:
 def test_attention_in_windows_costs_less() -> None:
     """Behind a window of half the row a token sees what one in the middle of a row without does."""
     row = Batch(8192, 8192)
-    whole = attention_flops(LLAMA_8B, LLAMA_LAYER, row)
-    half, short = (replace(LLAMA_LAYER, window=window) for window in (4096, 1024))
+    whole = attention_flops(LLAMA_8B, ATTENTION, row)
+    half, short = (replace(ATTENTION, window=window) for window in (4096, 1024))
     assert attention_flops(LLAMA_8B, half, row) == pytest.approx(0.75 * whole, rel=1e-3)
     assert attention_flops(LLAMA_8B, short, row) < 0.26 * whole
-    assert attention_flops(LLAMA_8B, LLAMA_LAYER, Batch(8192, 4096)) == whole / 2
+    assert attention_flops(LLAMA_8B, ATTENTION, Batch(8192, 4096)) == whole / 2
 
 
 def test_ranks_that_share_a_row_have_a_share_of_its_attention() -> None:
-    shared = attention_flops(llama_8b(ranks=2), LLAMA_LAYER, Batch(T // 2, T))
-    assert 2 * shared == attention_flops(LLAMA_8B, LLAMA_LAYER, Batch(T, T))
+    shared = attention_flops(llama_8b(ranks=2), ATTENTION, Batch(T // 2, T))
+    assert 2 * shared == attention_flops(LLAMA_8B, ATTENTION, Batch(T, T))
 
 
 def test_tiles_read_and_write_the_sums_of_weight_gradients() -> None:
@@ -205,16 +205,17 @@ def test_work_at_a_rate_that_nobody_knows_is_no_free_work() -> None:
 def test_a_part_declares_what_it_makes_and_nothing_of_other_parts() -> None:
     """Also what it leaves behind while another part computes."""
 
-    def rows(part: Any, **changes: Any) -> Table:
+    def rows(spec: Any, **changes: Any) -> Table:
         sizes = llama_8b(tile_tokens=8192, **changes)
-        return part.cost(sizes, sizes.kinds[0], Batch(T, T))
+        kind = sizes.kinds[0]
+        return kind.one(spec).cost(sizes, kind, Batch(T, T))
 
-    assert rows(SelfAttention, intermediate=100) == rows(SelfAttention)
-    assert rows(MLP, heads=64, kv_heads=64) == rows(MLP)
+    assert rows(AttentionSpec, width=100) == rows(AttentionSpec)
+    assert rows(MlpSpec, heads=64, kv_heads=64) == rows(MlpSpec)
 
 
 def test_a_word_names_what_a_layer_has() -> None:
-    parallel = StepTable.of(llama_8b(parallel=True, between=False), Batch(T, T)).kinds[0]
+    parallel = StepTable.of(llama_8b(beside=True), Batch(T, T)).kinds[0]
     assert asked("h", parallel) == asked("o", parallel) == SETS["o"]
     normed = StepTable.of(llama_8b(post_norms=True), Batch(T, T)).kinds[0]
     assert asked("all", normed) == SETS["all"] | {"down"}

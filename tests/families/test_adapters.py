@@ -33,8 +33,7 @@ from transformers import AutoModelForCausalLM
 import longctx
 from exactness import DEVICE
 from longctx.errors import UserError
-from longctx.families.families import FAMILIES as FAMILY_OF
-from longctx.families.families import layer_adapters, layers_of
+from longctx.families.families import layer_adapters, layer_specs, layers_of
 from longctx.families.strangers import why_not_scheduled
 from longctx.layer.adapters.lora import Lora
 from longctx.train.options.config import ModelArguments
@@ -259,7 +258,7 @@ def test_dropout_is_exact_against_an_explicit_mask(family, dtype, monkeypatch) -
         return scheduled(x, s, above, weights, loras, *rest)
 
     monkeypatch.setattr(modules, "scheduled_layer", watched)
-    paths = FAMILY_OF[family.partition("-")[0]].linears
+    paths = layer_specs(ours.config)[0].linears
     found: list[list[Any]] = [[], [], []]
     for inputs in batches(PACKED, 2 if dtype == torch.float32 else 4):
         drawn.clear()

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import longctx
 from exactness import DEVICE
-from longctx.families.families import FAMILIES
+from longctx.families.families import layer_specs
 from longctx.families.strangers import why_not_scheduled
 from longctx.forwards import modules
 from longctx.layer.adapters import dora
@@ -107,7 +107,7 @@ def test_dropout_is_exact_against_an_explicit_mask(family, dtype, monkeypatch) -
         found[0].append(run(ours, inputs))
         for runs, model in zip(found[1:], (naive, truth), strict=True):
             for layer, own in zip(model.get_base_model().model.layers, drawn, strict=True):
-                for name, path in FAMILIES[family.partition("-")[0]].linears.items():
+                for name, path in layer_specs(model.config)[0].linears.items():
                     layer.get_submodule(path).lora_dropout["default"] = Explicit(own[name], 31)
             runs.append(run(model, inputs))
     assert_exact_run(*map(together, found), dtype)

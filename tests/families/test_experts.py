@@ -30,10 +30,11 @@ from exactness import DEVICE, relative_error
 from longctx.cost.sizes import Batch
 from longctx.cost.table import load
 from longctx.errors import UserError
-from longctx.families.families import layers_of, model_traits
+from longctx.families.families import layer_specs, layers_of
 from longctx.families.family import part_of
 from longctx.families.strangers import why_not_scheduled
 from longctx.layer.router import weights_of
+from longctx.layer.specs.experts_spec import ExpertsSpec
 from longctx.runtime.costs import StepTable
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan.predict import Run, Subject
@@ -54,15 +55,16 @@ COEFFICIENT = 0.5
 
 
 def routers(model):
-    return [t.router for t in model_traits(model.model) if t.router is not None]
+    specs = (layer.part(ExpertsSpec) for layer in layer_specs(model.config.get_text_config()))
+    return [spec.router for spec in specs if spec is not None]
 
 
 def gates(model) -> list[torch.nn.Module]:
     """The modules of routers."""
     return [
-        part_of(layer, family.stacks["router"].rpartition(".")[0])
-        for layer, family in layers_of(model.model)
-        if family.stacks
+        part_of(layer, spec.held["router"].rpartition(".")[0])
+        for layer, spec in layers_of(model.model)
+        if spec.part(ExpertsSpec)
     ]
 
 

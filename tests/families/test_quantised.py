@@ -28,10 +28,11 @@ from transformers import AutoModelForCausalLM
 
 import longctx
 from exactness import DEVICE
+from longctx.cost.dims import LayerSpec
 from longctx.errors import UserError
 from longctx.families.strangers import why_not_scheduled
 from longctx.layer.linear import stacked
-from longctx.layer.parts.table import parts_of
+from longctx.layer.specs.attention_spec import AttentionSpec
 from longctx.layer.weights import Weights
 from longctx.train.options.config import ModelArguments
 from longctx.train.start.loading import load_config
@@ -226,12 +227,14 @@ def test_weights_of_one_matmul_are_made_dense_one_under_the_other() -> None:
     layer = naive.get_base_model().model.layers[0]
     names = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"}
     given = {name: layer.get_submodule(path).base_layer.weight for name, path in names.items()}
-    parts = parts_of((("attention",), ("mlp",)))
-    made = Weights.of(given, parts, {}, torch.bfloat16)
+    sizes = dict(hidden=4, heads=1, kv_heads=1, head_dim=4)
+    spec = AttentionSpec(**sizes, scale=0.5, linears=dict.fromkeys("qkv", ""))
+    layer = LayerSpec(parts=(spec,))
+    made = Weights.of(given, layer, {}, torch.bfloat16)
     weights = [made[name].weight for name in names]
     assert stacked(weights).data_ptr() == weights[0].data_ptr()
     for weight, packed in zip(weights, given.values(), strict=True):
         expected = bnb.functional.dequantize_4bit(packed.data, packed.quant_state)
         assert torch.equal(weight, expected)
-    mixed = Weights.of(given | {"k": given["k"].new_zeros(4, 4)}, parts, {}, torch.bfloat16)
+    mixed = Weights.of(given | {"k": given["k"].new_zeros(4, 4)}, layer, {}, torch.bfloat16)
     assert mixed["q"].weight.untyped_storage().nbytes() == mixed["q"].weight.nbytes

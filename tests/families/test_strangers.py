@@ -23,11 +23,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from longctx.errors import UserError
-from longctx.families.families import FAMILIES
-from longctx.families.family import Family, part_of
-from longctx.families.hybrids import HYBRIDS
+from longctx.families.families import FAMILIES, layer_specs
+from longctx.families.family import Layer, part_of
 from longctx.families.strangers import asks_for_router_logits, why_not_scheduled
 from longctx.forwards.base import output_class
+from longctx.layer.specs.attention_spec import AttentionSpec
+from longctx.layer.specs.mixer_spec import MixerSpec
 from longctx.patching.patch import patch_as
 from longctx.settings import PatchOptions
 from longctx.train.options.config import TrainArguments
@@ -260,34 +261,34 @@ def family_model(kind: str, **changes: Any) -> Any:
 CAUSAL = [kind for kind in FAMILIES if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 
 
-def family_strangers(model: Any, family: Family) -> Iterator[tuple[nn.Module, str, Any, str]]:
-    """(owner, name of an attribute, a value that is a stranger, what the line says), of a `family`
-    as the last layer sees it"""
+def family_strangers(model: Any, spec: Layer) -> Iterator[tuple[nn.Module, str, Any, str]]:
+    """(owner, name of an attribute, a value that is a stranger, what the line says), of the
+    last layer"""
     owners = {"model": model.model}
     layer = model.model.layers[-1]
-    for path in family.children:
+    for path in spec.children:
         owners[f"model.layers.2.{path}".rstrip(".")] = part_of(layer, path) if path else layer
     for where, owner in owners.items():
         yield owner, "extra", nn.LayerNorm(8), f"{where}.extra, which"
         yield owner, "factor", nn.Parameter(torch.ones(3)), f"{where}.factor, which"
         yield owner, "embedding_dropout", 0.1, f"embedding dropout in {where}"
-    for path in family.in_layer:
+    for path in spec.in_layer:
         owner, name = part_of(layer, path), path.rpartition(".")[2]
         yield owner, "forward", owner.forward, f"{path}, a "
         parent = part_of(layer, path.rpartition(".")[0]) if "." in path else layer
         yield parent, name, nn.Hardtanh(), f"{path}, a "
-    if family.mixer is not None:
-        yield layer, family.mixer.path, nn.Hardtanh(), f"{family.mixer.path}, a "
-    if family.attends:
-        attention = part_of(layer, family.attention)
-        where = f"model.layers.2.{family.attention}"
+    if (mixer := spec.part(MixerSpec)) is not None:
+        yield layer, mixer.path, nn.Hardtanh(), f"{mixer.path}, a "
+    if (attends := spec.part(AttentionSpec)) is not None:
+        attention = part_of(layer, attends.path)
+        where = f"model.layers.2.{attends.path}"
         yield attention, "attention_dropout", 0.1, f"attention dropout in {where}"
         for name in ("scaling", "head_dim", "num_key_value_groups"):
             yield attention, name, getattr(attention, name) + 1, "in model.layers.2"
         yield attention, "is_causal", False, "attention to later tokens in model.layers.2"
-    for path in family.norms.values():
-        yield part_of(layer, path), family.norm.epsilon, 0.5, "epsilon"
-    for path, factor in family.factors(model.config).items():
+    for path in spec.norms.values():
+        yield part_of(layer, path), spec.family.norm.epsilon, 0.5, "epsilon"
+    for path, factor in spec.factors.items():
         path, _, name = path.rpartition(".")
         yield part_of(layer, path) if path else layer, name, factor + 1, f"{name} {factor + 1:g}, "
 
@@ -295,16 +296,16 @@ def family_strangers(model: Any, family: Family) -> Iterator[tuple[nn.Module, st
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_a_stranger_of_any_family_is_found(kind: str) -> None:
     model = family_model(kind)
-    family = FAMILIES[kind].of_layer(model.config, 2)
+    spec = layer_specs(model.config)[2]
     patch_as(model, PatchOptions(), CPU)
     assert why_not_scheduled(model.model) is None
-    for owner, name, value, says in family_strangers(model, family):
+    for owner, name, value, says in family_strangers(model, spec):
         had = hasattr(owner, name) and name != "forward"
         before = getattr(owner, name, None)
         setattr(owner, name, value)
         assert says in str(why_not_scheduled(model.model)), (name, says)
         setattr(owner, name, before) if had else delattr(owner, name)
-    for path in family.in_layer:
+    for path in spec.in_layer:
         handle = part_of(model.model.layers[-1], path).register_forward_hook(double)
         assert why_not_scheduled(model.model) == f"hooks on model.layers.2.{path}"
         handle.remove()
@@ -343,7 +344,7 @@ ELSEWHERE = {
     *("num_local_experts", "top_k", "hidden_dim", "norm_topk_prob", "jitter_noise"),  # routers'
     *("num_group", "topk_group", "routed_scaling_factor", "norm_min"),  # routers', too
     "_norm",  # Gemma's norm, a method
-    "_apply_gate",  # GPT-OSS's experts, a method, whose numbers _other_experts compares
+    "_apply_gate",  # GPT-OSS's experts, a method, whose numbers ExpertsSpec.differs compares
     "_deepstack_process",  # Qwen3-VL's images
     "linear_attn",  # of a hybrid's other layers, which _undeclared finds in these
     "recomposition_frequencies",  # of three equal rows of positions nothing is left
@@ -353,13 +354,11 @@ ELSEWHERE = {
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_forwards_read_no_attribute_that_nobody_looks_at(kind: str) -> None:
     """Of these versions of transformers: a family's next setting is found when they are raised."""
-    family = FAMILIES[kind]
-    every = [family]
-    if family in HYBRIDS:
-        every += [family.of_layer(family_config(kind), i) for i in range(3)]
-    names = (names for one in every for names in one.children.values())
+    family, every = FAMILIES[kind], layer_specs(family_config(kind))
+    names = (names for spec in every for names in spec.children.values())
+    modules = {name for spec in every for part in spec.parts for name in part.modules.values()}
     known = (SEEN | ELSEWHERE | {family.embedding, family.last_norm}).union(*names)
-    parts = ("Model", "DecoderLayer", family.rotary, "ForCausalLM", *family.modules.values())
+    parts = ("Model", "DecoderLayer", family.rotary, "ForCausalLM", *sorted(modules))
     for path in [name for part in parts for name in family.known(part)] + [*family.norm_classes]:
         module, _, name = path.rpartition(".")
         owner = getattr(import_module(module), name, None)  # VL text models have no causal class
@@ -512,8 +511,9 @@ def test_a_base_models_output_has_the_class_that_its_own_forward_returns() -> No
     for family in FAMILIES.values():
         home = import_module(family.home)
         kind = getattr(home, family.known("Model")[0].rpartition(".")[2])
-        is_mixture = family.router or family.output == "MoeModelOutputWithPast"
-        is_mixture = is_mixture or family.kind == "nemotron_h"  # of which some have experts
+        is_mixture = family.balances or family.output == "MoeModelOutputWithPast"
+        # GLM's routers have no auxiliary loss, and some of Nemotron-H's models have experts.
+        is_mixture = is_mixture or family.kind in ("glm4_moe", "nemotron_h")
         mixture = MoeModelOutputWithPast if is_mixture else BaseModelOutputWithPast
         assert output_class(kind) is mixture
     assert (

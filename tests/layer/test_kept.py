@@ -12,6 +12,7 @@ from torch import Tensor
 from longctx.cost.kept import Keep
 from longctx.layer.parts.mlp import MLP
 from longctx.layer.parts.table import PARTS
+from longctx.layer.specs.mlp_spec import MlpSpec
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -46,7 +47,7 @@ class Routed(MLP):
     "hosted", [set(), {"route"}, {"x", "o", "route"}], ids=["nothing", "it alone", "all"]
 )
 def test_a_second_tensor_that_must_be_kept_comes_back(hosted, monkeypatch) -> None:
-    monkeypatch.setitem(PARTS, "mlp", Routed)
+    monkeypatch.setitem(PARTS, MlpSpec, Routed)
     monkeypatch.setattr(Routed, "seen", [])
     ours = trio(torch.float32, dict(tile_tokens=31))[2]
     inputs = batch(PACKED)

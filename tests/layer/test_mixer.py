@@ -22,17 +22,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from exactness import relative_error
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
+from longctx.cost.dims import LayerSpec
 from longctx.cost.kept import Keep
 from longctx.families.families import layers_of
-from longctx.families.hybrids import DELTA_NET
 from longctx.kernels import launch
 from longctx.kernels.state_space import CHUNK
 from longctx.layer import segments as cutting
 from longctx.layer.norm_spec import NormSpec
-from longctx.layer.parts.mixer_spec import IN_TORCH, WITH_KERNELS
-from longctx.layer.passes import Schedule, Traits
+from longctx.layer.passes import Schedule
 from longctx.layer.schedule import scheduled_layer
 from longctx.layer.segments import kept_states, segments
+from longctx.layer.specs.mixer_spec import IN_TORCH, WITH_KERNELS, MixerSpec
 from longctx.memory.store import ActivationStore
 from longctx.mixers.mixers import Carried, ModelsMixer
 
@@ -104,12 +104,23 @@ def made(kind: str) -> nn.Module:
     return module.train()
 
 
+DELTA_NET = MixerSpec(
+    hidden=1,
+    path="linear_attn",
+    module="GatedDeltaNet",
+    kind="delta rule",
+    package="fla",
+    gated_norm="norm",
+    state=(0, 0),
+)
+
+
 def schedule(documents: Documents, keep: Keep, residual: float = 1.0, **changes: Any) -> Schedule:
     store = ActivationStore(CPU)
     store.reserve((keep,), 2**22)
     tokens = documents.tokens
     return Schedule(
-        traits=(Traits(scale=1.0, blocks=(("mixer",),), residual=residual),),
+        layers=(LayerSpec(parts=(replace(DELTA_NET, factor=residual),)),),
         documents=documents,
         position_ids=torch.arange(tokens),
         ropes={},
@@ -143,7 +154,7 @@ def ours(
     x, dy, weight = (t.requires_grad_() for t in drawn(documents.tokens))
     own = {f"mixer.{name}": p for name, p in module.named_parameters()}
     w = {"norm1": weight, **own}
-    mixes = ModelsMixer(module, replace(DELTA_NET, cache=KINDS[kind].cache, norm=""))
+    mixes = ModelsMixer(module, replace(DELTA_NET, cache=KINDS[kind].cache, gated_norm=""))
     y = scheduled_layer(x, schedule(documents, keep, residual), 0, w, mixes=mixes)
     trained = {"x": x, **{n: p for n, p in w.items() if p.requires_grad}}
     grads = torch.autograd.grad(y, [*trained.values()], dy)
@@ -356,7 +367,7 @@ def saved_of(
         1, tokens, module.out_proj.out_features, dtype=torch.bfloat16, requires_grad=True
     )
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        spec = replace(DELTA_NET, cache=cache, norm=norm, **how)
+        spec = replace(DELTA_NET, cache=cache, gated_norm=norm, **how)
         ModelsMixer(module, spec)(n, begin, parameters)
     own = {p.untyped_storage().data_ptr() for p in parameters.values()}
     held = sum(nbytes for place, nbytes in saved.items() if place not in own)
@@ -422,7 +433,7 @@ def test_what_a_graph_holds_of_mamba(family, monkeypatch, adapts) -> None:
     how = {} if falcon else {"gate_first": True}
     columns = mixer.in_proj.out_features + mixer.out_proj.out_features
     states = 2 * mixer.num_heads * mixer.head_dim * mixer.ssm_state_size / CHUNK
-    graph = layers_of(model.model)[0][1].mixer.held
+    graph = layers_of(model.model)[0][1].part(MixerSpec).held
     if adapts:
         adapt_(mixer)
     saved = saved_of(mixer, "cache_params", "" if falcon else "norm", tokens, **how)

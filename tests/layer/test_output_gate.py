@@ -11,23 +11,26 @@ from torch import Tensor
 
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
+from longctx.cost.dims import LayerSpec
 from longctx.cost.kept import Keep
 from longctx.layer.adapters.protocol import ALL
 from longctx.layer.norm_spec import NormSpec
-from longctx.layer.passes import IN_TURN, SIDE_BY_SIDE, Blocks, Schedule, Traits
+from longctx.layer.passes import Schedule
 from longctx.layer.schedule import scheduled_layer
+from longctx.layer.specs.attention_spec import AttentionSpec
+from longctx.layer.specs.mlp_spec import MlpSpec
 from longctx.memory.store import ActivationStore
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 D, T, TILE, H, K, d, F = 16, 21, 8, 4, 2, 6, 20
-LAYERS: dict[str, tuple[Blocks, tuple[str, ...], float]] = {
-    "qwen3.5": (IN_TURN, ("norm1", "norm2", "q_norm", "k_norm"), 1.0),
-    "plain": (IN_TURN, ("norm1", "norm2"), 0.7),
-    "post norms": (IN_TURN, ("post1", "post2"), 1.0),
-    "four norms": (IN_TURN, ("norm1", "post1", "norm2", "post2"), 1.0),
-    "side by side": (SIDE_BY_SIDE, ("norm1",), 1.0),
+LAYERS: dict[str, tuple[bool, tuple[str, ...], float]] = {
+    "qwen3.5": (False, ("norm1", "norm2", "q_norm", "k_norm"), 1.0),
+    "plain": (False, ("norm1", "norm2"), 0.7),
+    "post norms": (False, ("post1", "post2"), 1.0),
+    "four norms": (False, ("norm1", "post1", "norm2", "post2"), 1.0),
+    "side by side": (True, ("norm1",), 1.0),
 }
-"""The blocks of a layer, its norms, and the factor of both sums."""
+"""Whether the MLP stands beside attention, a layer's norms, and the factor of both sums."""
 
 
 def weights_of(layer: str) -> dict[str, Tensor]:
@@ -42,7 +45,7 @@ def weights_of(layer: str) -> dict[str, Tensor]:
 
 
 def truth(layer: str, x: Tensor, w: dict[str, Tensor]) -> Tensor:
-    blocks, _, residual = LAYERS[layer]
+    beside, _, residual = LAYERS[layer]
 
     def norm(name: str, x: Tensor) -> Tensor:
         if name not in w:
@@ -58,19 +61,40 @@ def truth(layer: str, x: Tensor, w: dict[str, Tensor]) -> Tensor:
     scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf"))
     o = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v) * g.sigmoid()
     h = x + residual * norm("post1", o.flatten(1) @ w["o"].T)
-    n2 = n1 if blocks == SIDE_BY_SIDE else norm("norm2", h)
+    n2 = n1 if beside else norm("norm2", h)
     product = torch.nn.functional.silu(n2 @ w["gate"].T) * (n2 @ w["up"].T)
     return h + residual * norm("post2", product @ w["down"].T)
 
 
+def spec_of(layer: str) -> LayerSpec:
+    beside, names, residual = LAYERS[layer]
+    norms: tuple[dict[str, str], ...] = ({}, {})
+    for name in names:
+        norms[name.endswith("2")][name] = name
+    attention = AttentionSpec(
+        hidden=D,
+        heads=H,
+        kv_heads=K,
+        head_dim=d,
+        linears={name: name for name in "qkvo"},
+        norms=norms[0],
+        scale=0.5,
+        rope=None,
+        output_gate=True,
+        factor=residual,
+    )
+    linears = {name: name for name in ("gate", "up", "down")}
+    how: Any = dict(hidden=D, width=F, linears=linears, norms=norms[1])
+    return LayerSpec(parts=(attention, MlpSpec(**how, beside=beside, factor=residual)))
+
+
 def schedule(layer: str, keep: Keep, groups: int) -> Schedule:
-    blocks, _, residual = LAYERS[layer]
     cpu = torch.device("cpu")
     store = ActivationStore(cpu)
     store.reserve((keep,), 2**20)
     positions = torch.arange(T)
     return Schedule(
-        traits=(Traits(scale=0.5, rope=None, blocks=blocks, residual=residual, output_gate=True),),
+        layers=(spec_of(layer),),
         documents=Documents.of_batch(positions[None], None, None, None)[0],
         position_ids=positions,
         ropes={},
@@ -136,12 +160,11 @@ def test_any_part_alone_is_trained(layer: str, only: tuple[str, ...]) -> None:
 def test_the_rows_of_a_head_and_of_its_gate() -> None:
     """q's are those of Hugging Face's first chunk, head by head."""
     from longctx.layer.parts.heads import HeadGroups
-    from longctx.layer.parts.table import parts_of
     from longctx.layer.passes import Pass
     from longctx.layer.weights import Weights
 
     s, w = schedule("plain", Keep(SETS[0]), 2), weights_of("plain")
-    weights = Weights.of(w, parts_of(IN_TURN), {}, torch.float32)
+    weights = Weights.of(w, spec_of("plain"), {}, torch.float32)
     heads = HeadGroups(Pass(schedule=s, layer=0, weights=weights))
     assert heads.columns == H * d
     theirs = torch.chunk(w["q"].view(H, 2 * d, D), 2, dim=1)

@@ -1,11 +1,12 @@
-"""A new part touches its file and its table. Here are a second part over tiles that keeps a tensor,
-a mixer that is the identity, and layers without attention or without an MLP; their numbers
-are compared with autograd's in fp64."""
+"""A new part touches its file and its table: here a second part over tiles that keeps a tensor and
+a part over the row that doubles its input, each with a spec; and layers without attention or
+without an MLP. Their numbers are compared with autograd's in fp64."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 import longctx.layer
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
+from longctx.cost.dims import LayerSpec
 from longctx.cost.kept import Keep
 from longctx.layer.adapters.dora import Dora
 from longctx.layer.adapters.lora import Lora
@@ -22,13 +24,21 @@ from longctx.layer.norm_spec import NormSpec
 from longctx.layer.parts.norms import Norm
 from longctx.layer.parts.protocol import NOTHING, Kept, OverRow, OverTiles
 from longctx.layer.parts.table import PARTS, parts_of
-from longctx.layer.passes import IN_TURN, Pass, Rope, Schedule, Traits
+from longctx.layer.passes import Pass, Rope, Schedule
 from longctx.layer.schedule import scheduled_layer
+from longctx.layer.specs.attention_spec import AttentionSpec
+from longctx.layer.specs.mlp_spec import MlpSpec
+from longctx.layer.specs.part_spec import PartSpec
 from longctx.memory.store import ActivationStore
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 D, T, TILE = 16, 21, 8
 X = Keep(frozenset({"x"}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SameSpec(PartSpec):
+    """Of `Same`."""
 
 
 class Same(OverRow):
@@ -43,10 +53,17 @@ class Same(OverRow):
             dh.add_(dn)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SquaresSpec(PartSpec):
+    """Of `Squares`."""
+
+    over_tiles: ClassVar[bool] = True
+    beside: bool = False
+
+
 class Squares(OverTiles):
     """y = h + (norm(h) first')^2 second', which may keep what it squares."""
 
-    linears = ("first", "second")
     read: list[bool] = []
 
     def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
@@ -58,7 +75,7 @@ class Squares(OverTiles):
         )
         self._made = kept.get("squared")
         if p.gradients is not None:
-            self._grads = {name: p.gradients.projection(name) for name in self.linears}
+            self._grads = {name: p.gradients.projection(name) for name in ("first", "second")}
             self.read.append(self._made is not None)
 
     def keep(self, x: Tensor) -> None:
@@ -92,18 +109,30 @@ class Squares(OverTiles):
 @pytest.fixture(autouse=True)
 def parts(monkeypatch) -> None:
     """All that a new part touches besides its own file."""
-    monkeypatch.setitem(PARTS, "same", Same)
-    monkeypatch.setitem(PARTS, "squares", Squares)
+    monkeypatch.setitem(PARTS, SameSpec, Same)
+    monkeypatch.setitem(PARTS, SquaresSpec, Squares)
     monkeypatch.setattr(Squares, "read", [])
 
 
-def schedule(blocks: Any, keep: Keep = X) -> Schedule:
+def linear(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+SAME = SameSpec(hidden=D)
+SQUARES = SquaresSpec(hidden=D, linears=linear("first", "second"))
+ATTENDS = AttentionSpec(
+    hidden=D, heads=2, kv_heads=1, head_dim=4, scale=0.5, linears=linear(*"qkvo")
+)
+GATED = MlpSpec(hidden=D, width=24, linears=linear("gate", "up", "down"), norms={})
+
+
+def schedule(parts: Any, keep: Keep = X) -> Schedule:
     store = ActivationStore(torch.device("cpu"))
     store.reserve((keep,), 2**20)
     positions = torch.arange(T)
     documents, _ = Documents.of_batch(positions[None], None, None, None)
     return Schedule(
-        traits=(Traits(scale=0.5, blocks=blocks),),
+        layers=(LayerSpec(parts=parts),),
         documents=documents,
         position_ids=positions,
         ropes={"all": Rope(torch.tensor([1.0, 0.1]), 1.0)},
@@ -123,10 +152,10 @@ def drawn(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
     return {name: (0.3 * torch.randn(shape)).requires_grad_() for name, shape in shapes.items()}
 
 
-def ours(blocks: Any, w: dict[str, Tensor], adapters: Any, keep: Keep = X) -> list[Tensor]:
+def ours(parts: Any, w: dict[str, Tensor], adapters: Any, keep: Keep = X) -> list[Tensor]:
     x, dy = torch.randn(2, T, D, generator=torch.Generator().manual_seed(1))
     x.requires_grad_()
-    y = scheduled_layer(x, schedule(blocks, keep), 0, w, adapters)
+    y = scheduled_layer(x, schedule(parts, keep), 0, w, adapters)
     return [y, *torch.autograd.grad(y, [x, *w.values()], dy)]
 
 
@@ -161,14 +190,17 @@ LORA = {"second.a": (2, 24), "second.b": (D, 2)}
 def test_a_part_of_ones_own_and_a_mixer_that_is_the_identity(keep) -> None:
     w = drawn(**PLAIN)
     expected = truths(lambda x, w: 2 * x + squares(2 * x, w), w)
-    found = ours((("same",), ("squares",)), w, {}, keep)
+    found = ours((SAME, SQUARES), w, {}, keep)
     close(found, expected)
     assert Squares.read == ["squared" in keep.kept]
 
 
 def test_side_by_side() -> None:
     w = drawn(first=(24, D), second=(D, 24))
-    close(ours((("same", "squares"),), w, {}), truths(lambda x, w: 2 * x + squares(x, w), w))
+    close(
+        ours((SAME, replace(SQUARES, beside=True)), w, {}),
+        truths(lambda x, w: 2 * x + squares(x, w), w),
+    )
 
 
 def test_adapters_of_both_kinds() -> None:
@@ -177,7 +209,7 @@ def test_adapters_of_both_kinds() -> None:
     adapters = {"first": Dora(scale=0.5), "second": Lora(scale=2.0)}
     trained = {name: p for name, p in w.items() if p.requires_grad}
     x, dy = torch.randn(2, T, D, generator=torch.Generator().manual_seed(1))
-    y = scheduled_layer(x, schedule((("squares",),)), 0, w, adapters)
+    y = scheduled_layer(x, schedule((SQUARES,)), 0, w, adapters)
     found = [y, *torch.autograd.grad(y, [*trained.values()], dy)]
     y, _, *grads = truths(lambda x, w: x + squares(x, w), w)
     close(found, [y, *(g for g, name in zip(grads, w, strict=True) if name in trained)])
@@ -191,22 +223,22 @@ def test_a_layer_without_attention_and_one_without_an_mlp() -> None:
         gate = torch.nn.functional.silu(x @ w["gate"].t())
         return x + (gate * (x @ w["up"].t())) @ w["down"].t()
 
-    close(ours((("mlp",),), w, {}), truths(gated, w))
+    close(ours((GATED,), w, {}), truths(gated, w))
     attention = drawn(q=(8, D), k=(4, D), v=(4, D), o=(D, 8), norm1=(D,))
     both = attention | drawn(**mlp)
     with torch.no_grad():
         both["down"].zero_()
     alone, beside = (
-        ours(blocks, w, {}) for blocks, w in (((("attention",),), attention), (IN_TURN, both))
+        ours(parts, w, {}) for parts, w in (((ATTENDS,), attention), ((ATTENDS, GATED), both))
     )
     assert all(map(torch.equal, alone, beside[: len(alone)]))
 
 
 def test_a_layer_with_two_parts_of_a_role_is_refused() -> None:
     with pytest.raises(AssertionError, match="two parts over tiles"):
-        parts_of((("attention",), ("mlp", "squares")))
+        parts_of(LayerSpec(parts=(ATTENDS, GATED, SQUARES)))
     with pytest.raises(AssertionError, match="a row's part is the first"):
-        parts_of((("mlp",), ("attention",)))
+        parts_of(LayerSpec(parts=(GATED, ATTENDS)))
 
 
 def close(found: list[Tensor], expected: list[Tensor]) -> None:

@@ -9,7 +9,7 @@ from itertools import combinations_with_replacement, pairwise, product
 
 import numpy as np
 import pytest
-from cost_sizes import LLAMA_8B, LLAMA_LAYER, SETS, keep_of, llama_8b, of_layers
+from cost_sizes import LLAMA_8B, LLAMA_LAYER, SETS, keep_of, layer, llama_8b, of_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -138,8 +138,8 @@ def test_what_was_asked_for_is_done(keep, offload) -> None:
             assert hosts < 32 and (gpu_gib < 1000 or hosts == 0)
 
 
-NARROW = replace(LLAMA_LAYER, intermediate=4096, heads=16, kv_heads=4)
-WINDOWED = replace(LLAMA_LAYER, window=1024)
+NARROW = layer(width=4096, heads=16, kv_heads=4)
+WINDOWED = layer(window=1024)
 FOUR_LAYERS = {
     "one kind": (4 * [LLAMA_LAYER], 2),
     "dimensions": (2 * [NARROW, LLAMA_LAYER], 6),

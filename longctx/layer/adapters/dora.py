@@ -179,7 +179,7 @@ def dora_cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
         name="DoRA's norms", flops=2 * kind.rank * elements, nbytes=(s.itemsize + 12) * elements
     )
     rows = min(batch.tokens, s.cut(batch.tokens).tile_tokens)
-    wide = max(kind.intermediate, kind.wide, s.hidden)
+    wide = kind.widest
     # Whenever linear layers compute.
     made = {"norms, fp32": 8 * min(CHUNK, s.hidden * wide), "a tile, fp32": 8 * rows * wide}
     of_o = batch.tokens * s.hidden * s.itemsize * (not kind.drops)

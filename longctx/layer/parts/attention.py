@@ -1,4 +1,4 @@
-"""Attention's residual block, and its cost:
+"""Attention's residual block:
 
     n1 = rms_norm(x)              q, k, v = rope(n1 Wq', n1 Wk'), n1 Wv'      (T, H d), (T, K d)
     o, lse = attention(q, k, v)   h = x + r o Wo'                             (T, H d), (T, D)
@@ -23,28 +23,20 @@ The letters are those of layer/__init__.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from longctx.attention.protocol import QKV, take_turns
 from longctx.attention.sinks import Sinks
-from longctx.cost.dims import LayerKind
-from longctx.cost.fitted import WINDOW_EDGES
-from longctx.cost.flops import squared_length
-from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import Buffer, Keepable, Table, Work
 from longctx.kernels.annotate import annotated, each
-from longctx.layer.adapters.lora import adapter_bytes
 from longctx.layer.adapters.protocol import ALL
-from longctx.layer.linear import WeightGradient, stacked, sum_dtype, weight_sums
+from longctx.layer.linear import WeightGradient, stacked, sum_dtype
 from longctx.layer.parts.heads import Group, HeadGroups
 from longctx.layer.parts.key_gradients import KeyGradients
 from longctx.layer.parts.norms import Norm
-from longctx.layer.parts.output_gate import OutputGate, gate_cost
-from longctx.layer.parts.protocol import NOTHING, Kept, OverRow, kept_input
+from longctx.layer.parts.output_gate import OutputGate
+from longctx.layer.parts.protocol import NOTHING, Kept, OverRow
 from longctx.layer.passes import Pass
 from longctx.layer.projection import (
     add_input_grads_,
@@ -52,30 +44,20 @@ from longctx.layer.projection import (
     outputs_grad,
     plus_product,
 )
-from longctx.layer.weights import InOne, Parameters
-
-
-def _rows_in_one(w: Parameters) -> tuple[int, int, int]:
-    """Returns the rows of q, k and v where one parameter holds them: o says how many q has."""
-    columns = w["o"].shape[1]
-    of_keys = (len(w["q"]) - columns) // 2
-    return columns, of_keys, of_keys
+from longctx.layer.specs.attention_spec import AttentionSpec
 
 
 class SelfAttention(OverRow):
     """The block in one pass. `kept` has what forward kept: among it h (T, D), the block's result,
     or z where a norm follows."""
 
-    linears = ("q", "k", "v", "o")
-    in_one = (InOne(("q", "k", "v"), _rows_in_one),)
-
     def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
         self._pass, self._schedule, self._o = p, p.schedule, p.weights["o"]
-        self._scale = p.traits.factor("attention")
-        self._score_scale = p.traits.scale * p.traits.score_factor
+        self._spec = spec = p.spec.one(AttentionSpec)
+        self._scale, self._score_scale = spec.factor, spec.scale * spec.score_factor
         self._kept = kept
         self._heads = HeadGroups(p, kept.get("rstd"))
-        self._gate = OutputGate(p, self._heads) if p.traits.output_gate else None
+        self._gate = OutputGate(p, self._heads) if spec.output_gate else None
         self._post = Norm(p, "post1")
         self.h = kept.get("h")
         self._x: Tensor | None = None  # (T, D), in backward
@@ -105,7 +87,7 @@ class SelfAttention(OverRow):
         kept: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:  # o (T, H d), lse (H, T)
         """Runs attention over the row, and appends each group's q, k, v to `kept` if given."""
-        s, t, weight = self._schedule, self._pass.traits, self._heads.q.weight
+        s, t, weight = self._schedule, self._spec, self._heads.q.weight
         T, Hd = x.shape[0], self._heads.columns
         # In the weights' dtype: the residual stream x may be fp32, as in autocast.
         o = weight.new_empty(T, Hd)
@@ -147,7 +129,7 @@ class SelfAttention(OverRow):
         if p.keeps("q k v"):
             p.keep("q k v", {_part(i): part for i, part in enumerate(qkv)})
         # Without an MLP, and beside one that reads norm(x) too, h is never read.
-        if p.keeps("h") and p.traits.between:
+        if p.keeps("h") and p.spec.between:
             self.h = torch.empty_like(x, dtype=x.dtype if self._post.weight is None else o.dtype)
             p.keep("h", {"h": self.h}, of_tiles=True)
 
@@ -243,7 +225,7 @@ class SelfAttention(OverRow):
     ) -> KeyGradients:
         """Computes dq, dk, dv as the projections' outputs need them, one head group at a time, and
         the gradients of the norms of q and k and of sinks."""
-        s, t, heads = self._schedule, self._pass.traits, self._heads
+        s, t, heads = self._schedule, self._spec, self._heads
         dkv = KeyGradients(list(heads), self._do, heads.q.weight, x.shape[0])
         output_grad, kept = self._output_grad(dh), self._kept_groups()
 
@@ -364,162 +346,6 @@ class SelfAttention(OverRow):
             dtype=sum_dtype(whole, grads.sums) if alike else torch.float32,
         )
 
-    # --- what it keeps, and what it costs --------------------------------------------------
-
-    @staticmethod
-    def cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
-        """The cost of this block in one layer."""
-        tokens, unit = batch.tokens, s.unit(batch.tokens)
-        tile_tokens, groups, _ = s.cut(tokens)
-        n = tokens * s.itemsize
-        columns = kind.wide + 2 * kind.narrow
-        rotated = 2 * n * (kind.wide + kind.narrow)
-        projected = Work(
-            name="q k v",
-            flops=2 * tokens * s.hidden * columns,
-            nbytes=rotated + groups * 2 * unit,  # each head group reads x and writes n1
-        )
-        attended = Work(name="attention", flops=attention_flops(s, kind, batch), rate="attention")
-        of_edges = [edge_flops(kind, batch, keys) for keys in WINDOW_EDGES]
-        edges = Work(name="edges of windows", flops=of_edges[0], rate="attention")
-        merged = kind.sinks and not s.fuses_sinks
-        sinks = Work(name="sinks", nbytes=2 * n * kind.wide * merged)
-        # Norms over all heads make q and k once more: before several groups, and in backward.
-        again = 2 * tokens * s.hidden * (kind.wide + kind.narrow) * kind.wide_norms
-        measured = Work(
-            name="q k, for their norms",
-            flops=again * (groups > 1),
-            nbytes=(unit + n * (kind.wide + kind.narrow)) * kind.wide_norms,
-        )
-        normed = (2 * n * s.hidden + 2 * unit) * kind.post_norms
-        output = Work(
-            name="o",
-            flops=2 * tokens * kind.wide * s.hidden,
-            nbytes=unit + normed,
-            of_tiles=True,
-        )
-        in_q = kind.wide * (1 + kind.output_gate)
-        sums = weight_sums(s, kind, tokens, s.hidden * (in_q + kind.wide + 2 * kind.narrow))
-        gates = gate_cost(s, kind, tokens)
-        twice = 1 + kind.trains_weights  # the gradients of inputs, and of weights
-        h = Keepable(
-            name="h",
-            nbytes=n * s.hidden if kind.post_norms else unit,
-            spares=(Work(name="o", flops=output.flops),),
-            word="h",
-            needs=frozenset({"o"}),
-            of_tiles=True,
-        )
-        return Table(
-            forward=(projected, measured, attended, edges, sinks, *gates.forward, output),
-            backward=(
-                Work(
-                    name="attention",
-                    flops=2.5 * attended.flops,
-                    rate="attention backward",
-                    nbytes=rotated + n * (4 * kind.wide + 6 * kind.narrow),
-                ),
-                replace(edges, flops=2.5 * of_edges[1], rate="attention backward"),
-                replace(sinks, nbytes=sinks.nbytes * kind.trains_weights),
-                Work(name="o", flops=twice * output.flops, nbytes=6 * unit + 2 * normed + sums),
-                Work(name="q k v", flops=twice * projected.flops, finishing=True),
-                replace(measured, flops=again, nbytes=2 * rotated * kind.wide_norms),
-                *gates.backward,
-            ),
-            keepables=(
-                kept_input(s, batch),
-                Keepable(
-                    name="o",
-                    nbytes=tokens * (kind.wide * s.itemsize + 4 * kind.heads + 8 * kind.wide_norms),
-                    tensors=2 + kind.wide_norms,
-                    spares=(projected, measured, attended, edges, sinks),
-                    word="o",
-                    read_first=True,
-                    buffered=True,
-                ),
-                *([h] if kind.between else []),
-                Keepable(
-                    name="q k v",
-                    nbytes=n * columns,
-                    tensors=kind.kv_heads,
-                    spares=(projected,),
-                    word="qkv",
-                    needs=frozenset({"o"}),
-                ),
-            ),
-            buffers=(*_attention_buffers(s, kind, tokens), *gates.buffers),
-        )
-
 
 def _part(group: int) -> str:
     return f"qkv{group}"
-
-
-def _attention_buffers(s: Sizes, kind: LayerKind, tokens: int) -> tuple[Buffer, ...]:
-    """Buffers of attention. Forward has a head group's q, k, v. Backward has these, do, and their
-    gradients, which flash-attention sums in fp32 and allocates itself before they are copied,
-    unless it writes them in place; q and k once more if they are normed; dk and dv of all groups,
-    and do where a norm or a gate follows (key_gradients.py); and o's rounded weight gradient, which
-    was summed in fp32 beside the MLP's. The projections' backward has a tile of dq, dk, dv, n1 and
-    dn1, the weights of q, k and v in one, and their gradients in fp32."""
-    groups = s.cut(tokens).head_groups
-    columns = kind.wide + 2 * kind.narrow
-    whole = kind.post_norms or kind.output_gate  # do is there of all heads
-    held = whole * min(2, kind.heads // kind.kv_heads)  # of dk and dv, do holds so many
-    alone = not (whole and s.writes_gradients)  # torch's flash copies do's columns
-    made = kind.wide * alone + held * kind.narrow + (0 if s.writes_gradients else columns)
-    made *= s.itemsize
-    made += 4 * columns if s.itemsize < 4 else 0
-    made += (kind.wide + kind.narrow) * s.itemsize if kind.qk_norms else 0
-    of_o = s.hidden * kind.wide * kind.trains_weights
-    shared = 8 * (kind.wide + kind.narrow) // groups * s.itemsize if s.ranks > 1 else 0
-    rows = min(tokens, s.cut(tokens).tile_tokens)
-    again = (kind.wide + kind.narrow) * kind.wide_norms  # q, k as projected, for their norms
-    projected = columns + kind.wide * kind.output_gate
-    tile = rows * (projected + s.hidden + max(s.hidden, again)) * s.itemsize
-    stacked = s.itemsize + 4 * kind.trains_weights
-    do = tokens * kind.wide * s.itemsize * whole
-    dn1 = tokens * s.hidden * s.itemsize * kind.parallel
-    until_the_end = {
-        "dy": s.unit(tokens),
-        "o's gradient": of_o * s.itemsize,
-        "dk, dv": tokens * (2 - held) * kind.narrow * s.itemsize,
-    }
-    group = columns // groups * s.itemsize
-
-    def back(name: str, nbytes: int, **how: Any) -> Buffer:
-        return Buffer(name=name, nbytes=nbytes, during="attention backward", **how)
-
-    def last(name: str, nbytes: int) -> Buffer:
-        return Buffer(name=name, nbytes=nbytes, during="projections backward")
-
-    return (
-        Buffer(name="a head group", nbytes=tokens * group, during="attention forward"),
-        # The MLP's backward fills these tile by tile.
-        Buffer(name="do", nbytes=do, during="backward"),
-        Buffer(name="dn1", nbytes=dn1, during="backward"),
-        back("o's gradient, fp32", 4 * of_o, span="before"),
-        *(row(name, nbytes) for name, nbytes in until_the_end.items() for row in (back, last)),
-        back("a head group", tokens * (made // groups + adapter_bytes(s, kind))),
-        back("a head group", tokens * group, spared_by="q k v"),
-        # Exchanges of the previous and the next group are under way (attention/sharded.py).
-        back("exchanges", tokens * shared),
-        last("the projections' weights and gradients", s.hidden * projected * stacked),
-        last("a tile", tile),
-    )
-
-
-def attention_flops(s: Sizes, kind: LayerKind, batch: Batch) -> float:
-    """FLOPs of attention in a layer's forward on one rank. A document of L tokens without a window
-    costs 2 H d L^2, since a token attends to half of the others."""
-    tokens, document = batch.tokens * s.ranks, batch.document
-    squared = squared_length(document, kind.window)
-    pairs = tokens // document * squared + squared_length(tokens % document, kind.window)
-    return 2.0 * kind.wide * pairs / s.ranks
-
-
-def edge_flops(kind: LayerKind, batch: Batch, keys: int) -> float:
-    """FLOPs of so many more keys for each query where a window is shorter than the documents:
-    kernels compute whole tiles."""
-    cut = kind.window is not None and kind.window < batch.document
-    return 4.0 * kind.wide * batch.tokens * keys * cut

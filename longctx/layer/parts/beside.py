@@ -1,4 +1,4 @@
-"""Attention and a mixer side by side in one residual block, as in Falcon-H1, and their cost:
+"""Attention and a mixer side by side in one residual block, as in Falcon-H1:
 
     n1 = rms_norm(x)              o, lse = attention(n1)       z, s = module(n1, s)
     h = x + r_m z + r_a o Wo'                                  (T, D)
@@ -15,13 +15,8 @@ the norm that both read.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
-from longctx.cost.dims import LayerKind
-from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import Buffer, Keepable, Table
 from longctx.layer.parts.attention import SelfAttention
 from longctx.layer.parts.mixer import Mixer
 from longctx.layer.parts.protocol import NOTHING, Kept, OverRow
@@ -30,8 +25,6 @@ from longctx.layer.passes import Pass
 
 class AttentionAndMixer(OverRow):
     """The block in one pass. `kept` has what both parts keep."""
-
-    linears, in_one = SelfAttention.linears, SelfAttention.in_one
 
     def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
         assert "post1" not in p.weights.given, "a norm after the block would need both outputs"
@@ -73,35 +66,3 @@ class AttentionAndMixer(OverRow):
             dn = self._mixer.normed_grad(dh, x, dn)
         if self._attention.reaches(wants_dx):
             self._attention.backward_(dh, x, dn, wants_dx)
-
-    @staticmethod
-    def cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
-        """The cost of this block in one layer."""
-        attention, mixer = (part.cost(s, kind, batch) for part in (SelfAttention, Mixer))
-        dn1 = batch.tokens * s.hidden * s.itemsize * (not kind.parallel)  # else attention has it
-        moments = ("mixer backward", "attention backward", "projections backward")
-        first = (replace(work, finishing=False) for work in mixer.backward)  # attention's ends it
-        return Table(
-            forward=attention.forward + mixer.forward,
-            backward=(*first, *attention.backward),
-            keepables=tuple(_with(mixer, keepable) for keepable in attention.keepables),
-            # Moments stand in the order of their buffers, and forward has one for each part.
-            buffers=(
-                *mixer.buffers,
-                *attention.buffers,
-                *(Buffer(name="dn1", nbytes=dn1, during=moment) for moment in moments),
-            ),
-        )
-
-
-def _with(mixer: Table, keepable: Keepable) -> Keepable:
-    """Returns what attention keeps together with what the mixer keeps under the same name."""
-    other = mixer.by_name.get(keepable.name)
-    if other is None or keepable.always:
-        return keepable
-    return replace(
-        keepable,
-        nbytes=keepable.nbytes + other.nbytes,
-        tensors=keepable.tensors + other.tensors,
-        spares=keepable.spares + other.spares,
-    )

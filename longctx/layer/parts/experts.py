@@ -1,4 +1,4 @@
-"""The residual block of a mixture of experts, and its cost. Each token goes to k of E experts:
+"""The residual block of a mixture of experts. Each token goes to k of E experts:
 
     n2 = rms_norm(h)        ids, w = router(n2 Wr')               (T, k), in fp32
     y = h + r sum_j w_j z_j        z_j = (silu(n2 Wg') * (n2 Wu')) Wd'       of expert ids_j
@@ -22,25 +22,24 @@ those of layer/__init__.py; I are the features of one expert.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longctx.cost.dims import LayerKind
-from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import Buffer, Keepable, Table, Work
 from longctx.kernels.clamped_swiglu import clamped_swiglu_backward_, clamped_swiglu_forward
 from longctx.kernels.grouped_mm import Sorted, combine, slot_dots, sort_slots
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
-from longctx.layer.linear import WeightGradient, weight_sums, wide_mm
+from longctx.layer.linear import WeightGradient, wide_mm
 from longctx.layer.parts.norms import Norm
 from longctx.layer.parts.protocol import NOTHING, Kept, OverTiles
 from longctx.layer.parts.shared import SharedExpert
 from longctx.layer.passes import Pass
 from longctx.layer.projection import plus_product
 from longctx.layer.router import IDS, logits_grad, route
+from longctx.layer.specs.experts_spec import ExpertsSpec
+from longctx.layer.stack import STACKS
 
 
 @dataclass(frozen=True)
@@ -57,24 +56,21 @@ class Experts(OverTiles):
     """The block in one pass. `kept` has ids (T, k), and gate and up, (T, k, 2 I), in the order of
     the slots of each tile, if forward keeps them."""
 
-    linears, in_one = SharedExpert.linears, SharedExpert.in_one
-    stacks = ("experts_in", "experts_out")
-
     def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
         given, dtype = p.weights.given, p.schedule.dtype
-        assert p.traits.router is not None
-        self._pass, self._router, self._kept = p, p.traits.router, dict(kept)
+        self._spec = spec = p.spec.one(ExpertsSpec)
+        self._pass, self._router, self._kept = p, spec.router, dict(kept)
         self._balance = p.schedule.balance
         self._norm, self._shared = Norm(p, "norm2"), SharedExpert.of(p, kept)
         self._gate = given["router"].to(torch.float32 if self._router.in_fp32 else dtype)  # (E, D)
         self._gate_bias = given.get("router.bias")  # (E,)
         bias = given.get("choice_bias")
         self._choice_bias = None if bias is None else bias.float().flatten()  # (E,)
-        self._in, self._out = (p.weights.stacks[name] for name in self.stacks)
+        self._in, self._out = (p.weights.stacks[name] for name in STACKS)
         if p.gradients is not None:
             grads = p.gradients
             self._d_gate = WeightGradient(grads.wants("router"), grads.wants("router.bias"))
-            self._d_in, self._d_out = (grads.stack(n, p.traits.experts) for n in self.stacks)
+            self._d_in, self._d_out = (grads.stack(n, spec.layout) for n in STACKS)
 
     def keep(self, x: Tensor) -> None:
         """Allocates ids (T, k), and gate and up (T, k, 2 I) if they are kept."""
@@ -103,7 +99,7 @@ class Experts(OverTiles):
         z, places, weights = self._with_shared(n2, routed, tile)
         product = self._activated(self._made(n2, routed, tile))
         self._out(product, routed.slots.ends, out=z[: len(product)])
-        scale = self._pass.traits.factor("experts")
+        scale = self._spec.factor
         combine(z, places, weights=weights, onto=onto, scale=scale, out=out)
 
     def backward(
@@ -111,7 +107,7 @@ class Experts(OverTiles):
     ) -> None:
         """Writes a tile's dh, added to `onto` if given, into `out` (t, D), which may be dy. Adds to
         the gradients of the router and of the experts."""
-        r, n2 = self._pass.traits.factor("experts"), self._normed(h)
+        r, n2 = self._spec.factor, self._normed(h)
         narrow, ids = dy.to(self._pass.schedule.dtype), self._kept.get("ids")
         routed = self._routed(n2, self._given(tile) if ids is None else ids[tile])
         order, rows, places, ends = routed.slots
@@ -141,7 +137,7 @@ class Experts(OverTiles):
         grads = self._pass.grads
         for end, grad in zip(("", ".bias"), self._d_gate.round(torch.float32), strict=True):
             grads.put(f"router{end}", grad)
-        for name, sums in zip(self.stacks, (self._d_in, self._d_out), strict=True):
+        for name, sums in zip(STACKS, (self._d_in, self._d_out), strict=True):
             for end, grad in sums.finish().items():
                 grads.put(f"{name}{end}", grad)
         self._norm.finish()
@@ -200,103 +196,18 @@ class Experts(OverTiles):
         return self._in(n2, routed.slots.ends, routed.slots.rows, out=made)
 
     def _activated(self, made: Tensor) -> Tensor:  # (t k, 2 I) -> (t k, I)
-        traits = self._pass.traits
-        if traits.experts.clamped is not None:
-            return clamped_swiglu_forward(made, traits.experts.clamped)
-        how: Any = traits.activation
+        if (clamped := self._spec.layout.clamped) is not None:
+            return clamped_swiglu_forward(made, clamped)
+        how: Any = self._spec.activation
         return swiglu_forward(*made.chunk(2, dim=1), activation=how)
 
     def _activated_backward_(self, d_product: Tensor, made: Tensor) -> None:
         """Turns `made` (t k, 2 I) into its gradient."""
-        traits = self._pass.traits
-        if traits.experts.clamped is not None:
-            clamped_swiglu_backward_(d_product, made, traits.experts.clamped)
+        if (clamped := self._spec.layout.clamped) is not None:
+            clamped_swiglu_backward_(d_product, made, clamped)
             return
-        how: Any = traits.activation
+        how: Any = self._spec.activation
         swiglu_backward_(d_product, *made.chunk(2, dim=1), activation=how)
 
     def _normed(self, h: Tensor) -> Tensor:
         return self._norm.forward(h).to(self._pass.schedule.dtype)
-
-    @staticmethod
-    def cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
-        """The cost of this block in one layer."""
-        tokens, unit = batch.tokens, s.unit(batch.tokens)
-        slots, matrix = tokens * kind.chosen, s.hidden * kind.intermediate
-        made = slots * s.itemsize * kind.intermediate  # gate, or up, or their product
-        gathered = slots * s.itemsize * s.hidden
-        gate_up, down = 4 * slots * matrix, 2 * slots * matrix
-        routed = 2 * tokens * s.hidden * kind.experts
-        logits = Work(name="router", flops=routed, nbytes=unit)
-        inner = Work(name="gate up", flops=gate_up, rate="grouped", nbytes=gathered + 2 * made)
-        sums = weight_sums(s, kind, tokens, 3 * matrix * kind.experts)
-        biases = kind.expert_biases * tokens * s.hidden * kind.experts
-        summed = kind.expert_biases * kind.trains_weights * (gathered + 2 * made)
-        ids = Keepable(name="routing", nbytes=2 * slots, always=True, of_tiles=True)
-        shared = SharedExpert.cost(s, kind, batch) if kind.shared else Table()
-        also = shared.by_name.get("gate up")
-        return Table(
-            forward=(
-                logits,
-                inner,
-                Work(name="down", flops=down, rate="grouped", nbytes=3 * made + 2 * gathered),
-                *shared.forward,
-            ),
-            backward=(
-                Work(name="router", flops=(2 + kind.trains_weights) * routed, nbytes=3 * unit),
-                Work(name="biases", flops=2 * biases, nbytes=summed),
-                Work(name="down", flops=down, rate="grouped", nbytes=gathered + 6 * made),
-                Work(name="gate up", flops=gate_up, rate="grouped", nbytes=2 * gathered + 2 * made),
-                Work(
-                    name="gradients",
-                    flops=kind.trains_weights * (gate_up + down),
-                    rate="grouped",
-                    nbytes=4 * unit + sums,
-                ),
-                *shared.backward,
-            ),
-            keepables=(
-                ids,
-                Keepable(
-                    name="gate up",
-                    nbytes=2 * made + (also.nbytes if also else 0),
-                    tensors=1 + (also.tensors if also else 0),
-                    spares=(replace(inner, nbytes=0.0), *(also.spares if also else ())),
-                    needs=frozenset({"o", "h"}),
-                    of_tiles=True,
-                ),
-            ),
-            buffers=_buffers(s, kind, tokens),
-        )
-
-
-def _buffers(s: Sizes, kind: LayerKind, tokens: int) -> tuple[Buffer, ...]:
-    """Buffers of experts. A tile has h, n2 and their gradients, and of each slot gate, up, their
-    product and its gradient, and what the slot gives or its gradient. The shared expert's gate, up
-    and product are there before the experts' in forward, and after them in backward. Backward also
-    has the fp32 sums of the weights' gradients, which are rounded one after the other and then stay
-    until the layer's backward ends."""
-    rows = min(tokens, s.cut(tokens).tile_tokens)
-    narrow = rows * s.hidden * s.itemsize
-    wide = rows * max(kind.chosen * kind.intermediate, kind.shared) * s.itemsize
-    slots = rows * (kind.chosen + (kind.shared > 0)) * s.hidden * s.itemsize
-    logits = 3 * 4 * rows * kind.experts
-    features = kind.intermediate * kind.experts + kind.shared
-    weights = 3 * s.hidden * features * kind.trains_weights
-
-    def back(name: str, nbytes: int, **how: Any) -> Buffer:
-        return Buffer(name=name, nbytes=nbytes, during="mlp backward", **how)
-
-    def forward(name: str, nbytes: int, **how: Any) -> Buffer:
-        return Buffer(name=name, nbytes=nbytes, during="mlp forward", **how)
-
-    return (
-        forward("its output", s.unit(tokens)),
-        forward("a tile", wide + slots + 2 * narrow + logits),
-        forward("a tile", 2 * wide, spared_by="gate up"),
-        back("dy", s.unit(tokens)),
-        back("the experts' gradients, fp32", 4 * weights + s.itemsize * weights),
-        back("the experts' gradients", s.itemsize * weights, span="after"),
-        back("a tile", 2 * wide + slots + 4 * narrow + 2 * logits),
-        back("a tile", 2 * wide, spared_by="gate up"),
-    )

@@ -26,6 +26,7 @@ from longctx.layer.parts.norms import Norm
 from longctx.layer.parts.wide_norms import WideNorms
 from longctx.layer.passes import Pass
 from longctx.layer.projection import Together, inners
+from longctx.layer.specs.attention_spec import AttentionSpec
 
 
 class Group(NamedTuple):
@@ -42,14 +43,15 @@ class HeadGroups:
     def __init__(self, p: Pass, rstd: Tensor | None = None) -> None:
         self._pass, self._schedule = p, p.schedule
         self.q, self.k, self.v = self.qkv = tuple(p.weights[name] for name in "qkv")
-        self._in_q = 1 + p.traits.output_gate
+        self._spec = spec = p.spec.one(AttentionSpec)
+        self._in_q = 1 + spec.output_gate
         """The matrices in q's projection: that of q, and of a gate of o beside it."""
         self._q_norm = p.weights.given.get("q_norm")
         self.norm = Norm(p, "norm1")
         self.qk_norms: tuple[Norm, ...] = ()
-        """Of each head."""
+        """The norms of each head of q and k; none if the layer has no such norms."""
         self.wide_norms: WideNorms | None = None
-        """Of all heads together."""
+        """The norms of q and k over all their heads."""
         if (weight := self._q_norm) is not None:
             if len(weight) == p.schedule.head_dim:
                 self.qk_norms = Norm(p, "q_norm"), Norm(p, "k_norm")
@@ -128,7 +130,7 @@ class HeadGroups:
             self.wide_norms.apply_(outs[0], outs[1], (group.q, group.kv))
         if not self.qk_norms:
             q, k, _ = self._split(qkv, group)
-            s.rotate_(q, k, self._pass.traits)
+            s.rotate_(q, k, self._spec)
         return qkv
 
     def ready(self, qkv: Tensor, group: Group, *, in_place: bool) -> QKV:
@@ -137,7 +139,7 @@ class HeadGroups:
         q, k, v = self._split(qkv, group)
         if not self.qk_norms:
             return QKV(q, k, v)
-        s, t, wide = self._schedule, self._pass.traits, self._is_wide
+        s, t, wide = self._schedule, self._spec, self._is_wide
         # Where q, k, v are kept for backward, attention gets copies, and the originals stay.
         outs = (q, k) if in_place else (torch.empty_like(q), torch.empty_like(k))
 
@@ -169,7 +171,7 @@ class HeadGroups:
         """The backward of `ready`, in place: turns the gradients of attention's q and k into those
         of the projections' outputs, or of norms over all heads. Adds to the gradients of heads'
         norms."""
-        s, t = self._schedule, self._pass.traits
+        s, t = self._schedule, self._spec
         if qkv is None:
             s.rotate_(dq, dk, t, inverse=True)
             return
@@ -194,9 +196,9 @@ class HeadGroups:
     def _read(self, q: Tensor, k: Tensor, tile: slice) -> tuple[Tensor, Tensor]:
         """Returns a tile of what the norms of q and k read, of what was projected."""
         q, k = q[tile], k[tile]
-        if self._pass.traits.norms_rotated:
+        if self._spec.norms_rotated:
             q, k = (x.to(self._normed_dtype, copy=True) for x in (q, k))
-            self._schedule.rotate_(q, k, self._pass.traits, tile)
+            self._schedule.rotate_(q, k, self._spec, tile)
         return q, k
 
     @property

@@ -1,4 +1,4 @@
-"""A mixer's residual block, and its cost: a module of the model's own in the place of attention, as
+"""A mixer's residual block: a module of the model's own in the place of attention, as
 Gated DeltaNet, Mamba 2 or a short convolution.
 
     n1 = rms_norm(x)              z, s = module(n1, s)              h = x + r z         (T, D)
@@ -24,20 +24,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from longctx.cost.dims import LayerKind, Mixed
-from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import INPUT, Buffer, Keepable, Table, Work
+from longctx.cost.table import INPUT
 from longctx.kernels.annotate import annotated, each
-from longctx.layer import segments as cutting
 from longctx.layer.parts.norms import Norm
-from longctx.layer.parts.protocol import NOTHING, Kept, OverRow, kept_input
+from longctx.layer.parts.protocol import NOTHING, Kept, OverRow
 from longctx.layer.passes import Pass
 from longctx.layer.segments import Segment, kept_states
+from longctx.layer.specs.mixer_spec import MixerSpec
 from longctx.layer.weights import MIXER
 
 State = tuple[Tensor, ...]
@@ -68,7 +66,7 @@ class Mixer(OverRow):
     def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
         assert p.mixes is not None
         self._pass, self._mixes, self._cut = p, p.mixes, p.schedule.segments
-        self._norm, self._scale = Norm(p, "norm1"), p.traits.factor("mixer")
+        self._norm, self._scale = Norm(p, "norm1"), p.spec.one(MixerSpec).factor
         self._parameters = p.weights.of_mixer
         self._kept_states = kept_states(self._cut)
         self._z: Tensor | None = kept.get("z")  # (T, D)
@@ -87,7 +85,7 @@ class Mixer(OverRow):
         if self._pass.keeps("o"):
             assert self._z is not None
             states = {f"state{i}": state for i, state in enumerate(self._states)}
-            z = {"z": self._z} if self._pass.traits.between else {}
+            z = {"z": self._z} if self._pass.spec.between else {}
             self._pass.keep("o", {**z, **states}, whole=[*states])
 
     @annotated("mixer")
@@ -133,7 +131,7 @@ class Mixer(OverRow):
     def again(self, x: Tensor) -> None:
         """Makes ready what backward reads of z and the states, kept or else recomputed from all of
         x."""
-        reads_z = self._pass.traits.between and self._z is None
+        reads_z = self._pass.spec.between and self._z is None
         if reads_z or len(self._kept_states) > 0 == len(self._states):
             for tile in self._pass.schedule.tiles(len(x)):
                 self._pass.schedule.store.wait(tile)
@@ -225,74 +223,6 @@ class Mixer(OverRow):
             return []
         at = self._kept_states.index(segment.begins)
         return [states[at : at + 1].detach() for states in self._states]
-
-    # --- what it costs ---------------------------------------------------------------------
-
-    @staticmethod
-    def cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
-        """The cost of this block in one layer."""
-        assert kind.mixer is not None
-        tokens, unit = batch.tokens, s.unit(batch.tokens)
-        mixed, itemsize = kind.mixer, s.itemsize
-        flops, made = 2 * tokens * mixed.parameters, tokens * mixed.columns
-        besides, besides_back = (
-            Work(name="besides a mixer's matmuls", flops=made * each, rate="mixer")
-            for each in mixed.besides
-        )
-        forward = (Work(name="mixer", flops=flops, nbytes=3 * unit), besides)
-        z = tokens * s.hidden * itemsize
-        # However long the documents are: one of L tokens keeps ceil(L / segment) - 1 states.
-        states = (tokens - 1) // cutting.SEGMENT_TOKENS
-        kept = Keepable(
-            name="o",
-            nbytes=z * kind.between + states * mixed.state_bytes,
-            tensors=kind.between + 2 * (states > 0),
-            spares=forward,
-            word="o",
-            read_first=True,
-            buffered=True,
-        )
-        trained = 2 * tokens * min(mixed.trained, mixed.parameters)
-        return Table(
-            forward=forward,
-            backward=(
-                # With a graph: forward once more, then the gradients of inputs and of weights.
-                Work(name="mixer", flops=flops),
-                besides,
-                besides_back,
-                Work(
-                    name="mixer's gradients",
-                    flops=flops + trained,
-                    nbytes=4 * unit,
-                    finishing=True,
-                ),
-            ),
-            keepables=(
-                kept_input(s, batch),
-                *([kept] if kept.nbytes else []),
-            ),
-            buffers=_buffers(s, mixed, tokens),
-        )
-
-
-def _buffers(s: Sizes, mixed: Mixed, tokens: int) -> tuple[Buffer, ...]:
-    """Buffers of a mixer. Forward has a segment's tensors, of which half as many are there at a
-    time as its graph holds. Backward has a segment's graph, n1 and its gradient, and the trained
-    parameters' gradients: their sums in fp32, and one segment's."""
-    rows = min(tokens, cutting.SEGMENT_TOKENS)
-    graph, narrow = (rows * n * s.itemsize for n in (int(mixed.graph * mixed.columns), s.hidden))
-    segmented = tokens > rows
-
-    def back(name: str, nbytes: int, **how: Any) -> Buffer:
-        return Buffer(name=name, nbytes=nbytes, during="mixer backward", **how)
-
-    return (
-        Buffer(name="a mixer's segment", nbytes=graph // 2 + narrow, during="mixer forward"),
-        back("dy", s.unit(tokens)),
-        back("a mixer's graph", graph + 3 * narrow),
-        back("a mixer's gradients", mixed.trained * (s.itemsize + 4 * segmented)),
-        back("its gradients", mixed.trained * s.itemsize, span="after"),
-    )
 
 
 class _Sums:

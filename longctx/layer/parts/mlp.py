@@ -1,4 +1,4 @@
-"""The MLP's residual block, and its cost:
+"""The MLP's residual block:
 
     n2 = rms_norm(h)              y = h + r (silu(n2 Wg') * (n2 Wu')) Wd'     (T, F), (T, D)
 
@@ -17,51 +17,40 @@ attention (schedule.py), it reads n1 and has no norm of its own. The shared expe
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from longctx.cost.dims import LayerKind
-from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import Buffer, Keepable, Table, Work
 from longctx.kernels.grouped_mm import slot_dots
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
-from longctx.layer.adapters.lora import adapter_bytes
-from longctx.layer.linear import weight_sums
 from longctx.layer.parts.norms import Norm
 from longctx.layer.parts.protocol import NOTHING, Kept, OverTiles
 from longctx.layer.passes import Pass
 from longctx.layer.projection import inners, input_grads
-from longctx.layer.weights import InOne
+from longctx.layer.specs.mlp_spec import MlpSpec
 
 
 class MLP(OverTiles):
     """The block in one pass. `kept` has gate and up (T, F) and z (T, D), which is called "down", if
     forward keeps them."""
 
-    linears: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
-    in_one: ClassVar[tuple[InOne, ...]] = (
-        InOne(("gate", "up"), lambda w: [len(w["gate"]) // 2] * 2),
-    )
-
-    norms = ("norm2", "post2")
-    """The names of the norms before and after."""
-    part = "mlp"
-    """The part whose factor its output has (`Traits.factor`)."""
-
     def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
-        gate, up, self._name, *_ = self.linears
-        self._pass, self._down = p, p.weights[self._name]
-        self._scale = p.traits.factor(self.part)
+        self._spec = spec = self._spec_of(p)
+        gate, up, self._name = (f"{spec.start}{name}" for name in ("gate", "up", "down"))
+        self._pass, self._down, self._scale = p, p.weights[self._name], spec.factor
         self._inner = p.weights.all_of(gate, up)
-        self._norm, self._post = (Norm(p, name) for name in self.norms)
+        norms = (name if name in spec.norms else "" for name in ("norm2", "post2"))
+        self._norm, self._post = (Norm(p, name) for name in norms)
         self._kept = [kept[name] for name in self._inner if name in kept]
         self._z = kept.get("down")
         if p.gradients is not None:
             self._d_down = p.gradients.projection(self._name)
             self._d_inner = p.gradients.projections(list(self._inner))
+
+    @staticmethod
+    def _spec_of(p: Pass) -> MlpSpec:
+        return p.spec.one(MlpSpec)
 
     def keep(self, x: Tensor) -> None:
         """Allocates gate and up (T, F) and z (T, D) if they are kept."""
@@ -161,84 +150,7 @@ class MLP(OverTiles):
 
     @property
     def _how(self) -> dict[str, Any]:
-        traits = self._pass.traits
-        return dict(activation=traits.activation, gate_scale=traits.gate_scale)
+        return dict(activation=self._spec.activation, gate_scale=self._spec.gate_scale)
 
     def _normed(self, h: Tensor) -> Tensor:
         return self._norm.forward(h).to(self._pass.schedule.dtype)
-
-    @staticmethod
-    def cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
-        """The cost of this block in one layer."""
-        tokens, unit = batch.tokens, s.unit(batch.tokens)
-        gate = tokens * s.itemsize * kind.intermediate
-        width = 1 + kind.gated  # of gate and up together, or of up alone
-        gate_up = 2 * tokens * s.hidden * kind.intermediate * width
-        matmuls = gate_up + 2 * tokens * s.hidden * kind.intermediate
-        sums = weight_sums(s, kind, tokens, (1 + width) * s.hidden * kind.intermediate)
-        normed = (2 * unit + 2 * tokens * s.hidden * s.itemsize) * kind.post_norms
-        down = Work(name="down", flops=matmuls - gate_up, nbytes=(1 + width) * gate + unit)
-        z = Keepable(
-            name="down",
-            nbytes=tokens * s.hidden * s.itemsize,
-            spares=(down,),
-            needs=frozenset({"o"}),
-            of_tiles=True,
-        )
-        return Table(
-            forward=(
-                Work(name="gate up", flops=gate_up, nbytes=2 * unit),
-                replace(down, nbytes=down.nbytes + normed),
-            ),
-            backward=(
-                Work(
-                    name="gate up, down",
-                    flops=(1 + kind.trains_weights) * matmuls,
-                    nbytes=6 * unit + (2 + 2 * width) * gate + sums + 2 * normed,
-                ),
-            ),
-            keepables=(
-                Keepable(
-                    name="gate up",
-                    nbytes=width * gate,
-                    tensors=width,
-                    spares=(Work(name="gate up", flops=gate_up),),
-                    needs=frozenset({"o", "h"}),
-                    of_tiles=True,
-                ),
-                *([z] if kind.post_norms else []),
-            ),
-            buffers=_mlp_buffers(s, kind, tokens),
-        )
-
-
-def _mlp_buffers(s: Sizes, kind: LayerKind, tokens: int) -> tuple[Buffer, ...]:
-    """Buffers of the MLP. A tile has gate, up and their product, and h, n2 and their gradients; an
-    MLP without a gate activates in place. Backward also has the weight gradients of gate, up and
-    down in fp32, one of them rounded; all of them are there, rounded, until the layer's backward
-    ends."""
-    rows = min(tokens, s.cut(tokens).tile_tokens)
-    wide, narrow = (rows * size * s.itemsize for size in (kind.intermediate, s.hidden))
-    masked = 2 * wide if kind.drops else 0  # the masked input of down and the dropout mask
-    summed = 4 * (2 + kind.gated) + s.itemsize
-    weights = s.hidden * kind.intermediate * kind.trains_weights
-    rounded = (2 + kind.gated) * weights * s.itemsize
-
-    def back(name: str, nbytes: int, **how: Any) -> Buffer:
-        return Buffer(name=name, nbytes=nbytes, during="mlp backward", **how)
-
-    def forward(name: str, nbytes: int, **how: Any) -> Buffer:
-        return Buffer(name=name, nbytes=nbytes, during="mlp forward", **how)
-
-    return (
-        forward("its output", s.unit(tokens)),
-        forward("a tile", wide + 2 * narrow),
-        forward("a tile", wide * kind.gated, spared_by="gate up"),
-        forward("a tile", 2 * narrow * kind.post_norms),
-        back("dy", s.unit(tokens)),
-        back("the MLP's gradients, fp32", summed * weights),
-        back("the MLP's gradients", rounded, span="after"),
-        back("a tile", wide + 2 * narrow + masked + rows * adapter_bytes(s, kind)),
-        back("a tile", (1 + kind.gated) * wide + 2 * narrow, spared_by="gate up"),
-        back("a tile", narrow * kind.post_norms),
-    )

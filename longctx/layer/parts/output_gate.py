@@ -23,14 +23,10 @@ those of layer/__init__.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from longctx.cost.dims import LayerKind
-from longctx.cost.sizes import Sizes
-from longctx.cost.table import Buffer, Table, Work
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
 from longctx.layer.parts.heads import HeadGroups
 from longctx.layer.passes import Pass
@@ -89,40 +85,3 @@ class OutputGate:
         for room, grad in zip(rest, dkv, strict=True):
             room.copy_(grad)
         return made
-
-
-# --- what it costs besides attention without one ----------------------------------------------
-
-
-def gate_cost(s: Sizes, kind: LayerKind, tokens: int) -> Table:
-    """The cost of the gate in one layer. In both passes a tile's n1 is made, g, and p from o and
-    g; the rows of the gate are copied, and those of q. Backward also copies o to where do is made,
-    reads dp, writes do, dg and p, and has dg in the projections' matmuls, for inputs and for
-    weights. Where that makes rows of attention larger (do, sums of gradients), they stand there. A
-    tile of g and p is smaller than one of the MLP, which comes after it."""
-    if not kind.output_gate:
-        return Table()
-    wide, unit = tokens * kind.wide * s.itemsize, s.unit(tokens)
-    weight = s.hidden * kind.wide * s.itemsize
-    flops = 2 * tokens * s.hidden * kind.wide
-    nbytes = unit + tokens * s.hidden * s.itemsize + 4 * wide + 4 * weight
-    u = 2 * tokens * s.hidden * kind.rank  # of q's adapter, which q has had made before
-    made = Work(name="gate of o", flops=flops + u, nbytes=nbytes)
-    copied = weight * (1 + (kind.adapted.rescaled > 0))  # DoRA holds the weight once more
-    return Table(
-        forward=(made,),
-        backward=(
-            replace(made, nbytes=nbytes + 8 * wide),
-            Work(
-                name="q k v",
-                flops=(1 + kind.trains_weights) * flops,
-                nbytes=2 * wide,
-                finishing=True,
-            ),
-        ),
-        buffers=(
-            Buffer(name="the gate's weight", nbytes=copied, during="forward"),
-            Buffer(name="the gate's weight", nbytes=copied, during="backward"),
-            Buffer(name="dg", nbytes=wide, during="backward"),
-        ),
-    )

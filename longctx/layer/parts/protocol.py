@@ -14,51 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import ClassVar
 
 from torch import Tensor
 
-from longctx.cost.dims import LayerKind
-from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import INPUT, Keepable, Table
 from longctx.layer.passes import Pass
-from longctx.layer.weights import InOne
 
 Kept = Mapping[str, Tensor]
 NOTHING: Kept = MappingProxyType({})
 
 
-def kept_input(s: Sizes, batch: Batch) -> Keepable:
-    """Returns the row of a layer's input, which the part over the row declares."""
-    nbytes = s.unit(batch.tokens)
-    return Keepable(name=INPUT, nbytes=nbytes, word="x", always=True, read_first=True)
-
-
 class Part:
-    """What both roles declare."""
-
-    linears: ClassVar[tuple[str, ...]] = ()
-    """The names of its linear layers; a layer need not have all of them. They may have adapters."""
-    in_one: ClassVar[tuple[InOne, ...]] = ()
-    """Those that may lie in one parameter."""
-    stacks: ClassVar[tuple[str, ...]] = ()
-    """The names of parameters that hold the weights of all experts, which have adapters, too."""
+    """What both roles have in common."""
 
     def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
         self._pass = p
 
-    @staticmethod
-    def cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
-        """Returns the rows of this part in one layer of that kind."""
-        return Table()
-
 
 class OverRow(Part):
     """A block h = x + f(x) over whole rows, x (T, D); here h = x."""
-
-    @staticmethod
-    def cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
-        return Table(keepables=(kept_input(s, batch),))
 
     def begin(self, x: Tensor) -> None:
         """Runs what needs the whole row, in forward, and keeps of it what forward keeps."""

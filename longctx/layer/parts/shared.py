@@ -16,22 +16,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from longctx.cost.dims import LayerKind
-from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import Table, Work
 from longctx.layer.parts.mlp import MLP
 from longctx.layer.parts.protocol import NOTHING, Kept
 from longctx.layer.passes import Pass
 from longctx.layer.projection import input_grads
-from longctx.layer.weights import InOne
+from longctx.layer.specs.experts_spec import ExpertsSpec
+from longctx.layer.specs.mlp_spec import MlpSpec
 
 
 class SharedExpert(MLP):
     """The MLP in one pass. `kept` has gate and up, under their names, if forward keeps them."""
-
-    linears = ("shared_gate", "shared_up", "shared_down", "share")
-    in_one = (InOne(("shared_gate", "shared_up"), lambda w: [len(w["shared_gate"]) // 2] * 2),)
-    norms, part = ("", ""), "experts"
 
     def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
         super().__init__(p, kept)
@@ -42,7 +36,14 @@ class SharedExpert(MLP):
     @classmethod
     def of(cls, p: Pass, kept: Kept) -> SharedExpert | None:
         """Returns that of a layer; None if it has none."""
-        return cls(p, kept) if cls.linears[0] in p.weights.projections else None
+        return cls(p, kept) if p.spec.one(ExpertsSpec).shared else None
+
+    @staticmethod
+    def _spec_of(p: Pass) -> MlpSpec:
+        """Returns the spec of the shared expert, whose output has the factor of the experts'."""
+        experts = p.spec.one(ExpertsSpec)
+        assert experts.shared is not None
+        return replace(experts.shared, factor=experts.factor)
 
     def output(self, n2: Tensor, tile: slice, out: Tensor) -> Tensor:  # (t, 1) fp32
         """Writes s of a tile into `out` (t, D), and returns its weights."""
@@ -72,17 +73,3 @@ class SharedExpert(MLP):
         super().finish()
         if self._share is not None:
             self._pass.grads.finish("share", self._d_share)
-
-    @staticmethod
-    def cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
-        """The cost of the shared expert in one layer, as that of an MLP of its width."""
-        of_mlp = replace(kind, intermediate=kind.shared, gated=True, post_norms=False)
-        table = MLP.cost(s, of_mlp, batch)
-        product = 2 * batch.tokens * s.hidden * kind.weighs_shared
-        share = Work(name="share", flops=product, nbytes=s.unit(batch.tokens))
-        back = replace(share, flops=(2 + kind.trains_weights) * product, nbytes=3 * share.nbytes)
-        return replace(
-            table,
-            forward=(*table.forward, *[share] * kind.weighs_shared),
-            backward=(*table.backward, *[back] * kind.weighs_shared),
-        )

@@ -29,11 +29,12 @@ from longctx.families.adapters import inside_peft, within
 from longctx.families.blocks import decoder_layers
 from longctx.families.classes import is_classifier, without_storage
 from longctx.families.families import base_of, layers_of
-from longctx.families.family import is_stack, part_of
+from longctx.families.family import part_of
 from longctx.families.matrices import linears, stacks
 from longctx.families.stand_ins import shaped_experts
 from longctx.families.strangers import why_not_scheduled
 from longctx.families.vision import towers
+from longctx.layer.stack import STACKS
 from longctx.packages import pip_install
 from longctx.system import expanded, installed
 from longctx.train.options.config import ModelArguments
@@ -195,11 +196,10 @@ def expert_stacks(model: Any) -> dict[str, nn.Parameter]:
     """Returns the parameters that hold experts' weights (E, O, K) in a model of a known family, by
     their paths in its base model."""
     base, found = base_of(inside_peft(model)), {}
-    for i, (layer, family) in enumerate(layers_of(base) if base is not None else []):
-        for name, path in family.stacks.items():
-            if is_stack(name):
-                owner, _, own = path.rpartition(".")
-                found[f"layers.{i}.{path}"] = getattr(within(part_of(layer, owner)), own)
+    for i, (layer, spec) in enumerate(layers_of(base) if base is not None else []):
+        for path in (spec.held[name] for name in STACKS if name in spec.held):
+            owner, _, own = path.rpartition(".")
+            found[f"layers.{i}.{path}"] = getattr(within(part_of(layer, owner)), own)
     return found
 
 

@@ -28,6 +28,7 @@ from longctx.cost.machines import Machine
 from longctx.cost.peak import LIBRARY_BYTES, Buffers, Phase
 from longctx.cost.seconds import Exchanged
 from longctx.cost.sizes import Parameters, Sizes
+from longctx.layer.specs.attention_spec import AttentionSpec
 from longctx.memory.states import BlockSpec
 from longctx.train.engines.layout import FP32, Layout
 
@@ -180,9 +181,10 @@ def shared_rows(sizes: Sizes, tokens: int, machine: Machine) -> Exchanged:
         return Exchanged()
     groups = sizes.cut(tokens).head_groups
     sent = tokens * sizes.itemsize * (sizes.ranks - 1) / sizes.ranks / machine.exchange_bytes
-    of_kinds = [*zip(sizes.kinds, sizes.counts, strict=True)]
-    q = sum(n * (kind.wide // groups) for kind, n in of_kinds)
-    kv = sum(n * (kind.narrow // groups) for kind, n in of_kinds)
+    each = zip(sizes.kinds, sizes.counts, strict=True)
+    of_kinds = [(kind.one(AttentionSpec), n) for kind, n in each]
+    q = sum(n * (spec.wide // groups) for spec, n in of_kinds)
+    kv = sum(n * (spec.narrow // groups) for spec, n in of_kinds)
     forward, backward = q + 2 * kv + q, 3 * q + 2 * kv + q + 2 * kv
     return Exchanged(
         alone_forward=sent * forward,

@@ -12,7 +12,7 @@ once it has, it leaves room for their images, and a line says if these are more 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,9 @@ from longctx.cost.kept import Keep, Ladder, in_order
 from longctx.cost.sizes import Batch, Cut, Sizes
 from longctx.cost.table import INPUT
 from longctx.errors import UserError
+from longctx.layer.specs.attention_spec import AttentionSpec
+from longctx.layer.specs.experts_spec import ExpertsSpec
+from longctx.layer.specs.mlp_spec import MlpSpec
 from longctx.memory.ladder import Budget, Step
 from longctx.memory.place import KINDS, Place
 from longctx.memory.states import BlockSpec
@@ -107,18 +110,18 @@ class Given:
                 )
 
     def _check_model(self, sizes: Sizes) -> None:
-        def compare(planned: dict[str, Any], model: object, where: str = "") -> None:
+        def compare(planned: dict[str, Any], model: Mapping[str, Any], where: str = "") -> None:
             for name, value in planned.items():
-                if (found := getattr(model, name)) != value:
+                if (found := model[name]) != value:
                     raise UserError(
                         f"--plan {self.path} is of a model with {name} {value}{where}, and this "
                         f"one's is {found}: plan again, with this model"
                     )
 
-        compare(self.model, sizes)
+        compare(self.model, {name: getattr(sizes, name) for name in DIMENSIONS})
         of_layer = self.of_layer or sizes.layers * [0]
         for i, (planned, kind) in enumerate(zip(of_layer, sizes.of_layer, strict=True)):
-            compare(self.kinds[planned], sizes.kinds[kind], f" in layer {i}")
+            compare(self.kinds[planned], _dimensions(sizes, kind), f" in layer {i}")
 
     def fewer_images(self, most: int) -> str | None:
         """Returns a line if a row has more tokens of images, up to `most`, than it was planned
@@ -158,6 +161,22 @@ def _flag(name: str, value: Any) -> str:
     return f"no --{name}" if value is None else f"--{name} {value}"
 
 
+def _dimensions(sizes: Sizes, kind: int) -> dict[str, Any]:
+    """Returns the dimensions of a kind of layers by the names in NAMED; those of a part that it
+    lacks are another kind's."""
+    kinds = [sizes.kinds[kind], *sizes.kinds]
+
+    def first(*specs: type[Any]) -> Any:
+        found = (layer.part(spec) for layer in kinds for spec in specs)
+        return next((part for part in found if part is not None), None)
+
+    attends, tiles = first(AttentionSpec), first(MlpSpec, ExpertsSpec)
+    own = sizes.kinds[kind].part(AttentionSpec)
+    dimensions = (tiles.width, attends.heads, attends.kv_heads, attends.head_dim)
+    window = own.window if own else None
+    return dict(zip(NAMED, (*dimensions, window), strict=True))
+
+
 def written(planned: Plan) -> dict[str, Any]:
     """Returns a plan as JSON values."""
     decision, sizes = planned.decision, planned.sizes
@@ -166,7 +185,7 @@ def written(planned: Plan) -> dict[str, Any]:
         "format": FORMAT,
         "run": {name: planned.run.value(name) for name in OPTIONS},
         "model": {name: getattr(sizes, name) for name in DIMENSIONS},
-        "kinds": [{name: getattr(kind, name) for name in NAMED} for kind in sizes.kinds],
+        "kinds": [_dimensions(sizes, kind) for kind in range(len(sizes.kinds))],
         "kind_of_layer": list(sizes.of_layer),
         "budget_bytes": list(decision.budget),
         "layers": [[in_order(keep.kept), in_order(keep.hosted)] for keep in decision.kept.ladder],

@@ -32,18 +32,20 @@ from longctx.families.blocks import decoder_layers, seeing_block, state_blocks
 from longctx.families.classes import is_classifier, without_storage
 from longctx.families.families import (
     base_of,
+    experts_of,
     family_of,
     has_windows,
-    known_family,
+    layer_specs,
     mixes,
     score_cap,
 )
-from longctx.families.family import MLP_WIDTH
 from longctx.families.matrices import stack_names, stacks
 from longctx.families.strangers import why_not_scheduled
 from longctx.families.vision import PREFIXES, rest_
 from longctx.images.image_sizes import tower_sizes
 from longctx.images.tower import trained_patches
+from longctx.layer.specs.attention_spec import AttentionSpec
+from longctx.layer.specs.mlp_spec import MLP_WIDTH
 from longctx.memory.decide import Decision, decide, decided, gpu_budget, keeping
 from longctx.memory.ladder import Budget, Step, choose, displayed, predicted
 from longctx.memory.levels import Levels, pending_levels
@@ -160,12 +162,15 @@ class Subject:
             set_dropout_(config, args.dropout)
         text = config.get_text_config()
         family = family_of(text)
-        width = MLP_WIDTH if family is None else family.width
-        needed = ("hidden_size", "num_hidden_layers", "vocab_size")
+        needed = ["hidden_size", "num_hidden_layers", "vocab_size"]
         wants_any = args is not None and args.class_type == "any"
-        for name in needed if wants_any else (*needed, width, "num_attention_heads"):
+        if not wants_any:
+            needed += ["num_attention_heads", *([MLP_WIDTH] if family is None else [])]
+        for name in needed:
             if not isinstance(getattr(text, name, None), int):
                 raise UserError(f"the model's config has no {name}, which the plan needs")
+        if not wants_any:
+            _check_widths(text)
         experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
         self.config, self.whole = text, config
         try:
@@ -339,6 +344,15 @@ class Subject:
         return replace(sizes, ranks=run.sequence_parallel_size, exact=run.exact)
 
 
+def _check_widths(config: PretrainedConfig) -> None:
+    """Raises UserError for a configuration without the width of an MLP or of experts."""
+    for layer in layer_specs(config):
+        for part in layer.parts:
+            width = getattr(part, "width", 1)
+            if not isinstance(width, int):
+                raise UserError(f"the model's config has no {MLP_WIDTH}, which the plan needs")
+
+
 def _uncounted(base: Any, experts: bool) -> str | None:
     """Returns the parts that nobody has counted in Hugging Face's layers (`base` is None for a
     model of no known family); None if all are."""
@@ -346,9 +360,10 @@ def _uncounted(base: Any, experts: bool) -> str | None:
         return "mixers"
     if not experts:
         return None
-    if base is None or known_family(base).router is None:
+    if base is None or experts_of(base.config) is None:
         return "experts"
-    if "sinks" in known_family(base).parameters:  # its attention in plain torch holds all scores
+    attends = (layer.part(AttentionSpec) for layer in layer_specs(base.config))
+    if any(spec.sinks for spec in attends if spec):  # its attention in plain torch holds all scores
         return "attention sinks"
     return None
 
@@ -676,9 +691,10 @@ def _check_ranks(sizes: Sizes, tokens: int) -> None:
     if sizes.ranks > 1:
         groups = sizes.cut(tokens).head_groups
         for kind in sizes.kinds:
-            if kind.mixer is not None:
+            if kind.runs_modules:
                 raise UserError(NO_SHARES)
-            check_shares(kind.heads, kind.kv_heads, groups, sizes.ranks)
+            spec = kind.one(AttentionSpec)
+            check_shares(spec.heads, spec.kv_heads, groups, sizes.ranks)
 
 
 def _problem(decision: Decision, phases: list[Phase], limit: int, held: int) -> str | None:

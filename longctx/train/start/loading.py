@@ -32,9 +32,10 @@ from longctx.families.classes import (
     without_storage,
 )
 from longctx.families.families import family_of, has_windows, not_known, score_cap
-from longctx.families.family import head_dims, kv_heads
+from longctx.families.family import head_dims
 from longctx.families.vision import PREFIXES, rest_, towers
 from longctx.forwards.said import foretell
+from longctx.layer.specs.part_spec import kv_heads
 from longctx.loop.collectives import whole_numel
 from longctx.packages import pip_install
 from longctx.patching.patch import check_parts, patch_as

@@ -22,7 +22,7 @@ from longctx.cost.sizes import Batch
 from longctx.cost.table import load
 from longctx.errors import UserError
 from longctx.families.family import head_dim
-from longctx.layer.parts.attention import attention_flops
+from longctx.layer.specs.attention_spec import AttentionSpec, attention_flops
 from longctx.loop.metrics import attended
 from longctx.runtime.costs import StepTable
 from longctx.train.options.config import ModelArguments
@@ -280,7 +280,7 @@ def test_squared_lengths_are_those_of_the_metrics(window) -> None:
 
 def test_attention_by_documents() -> None:
     sizes = eight_layers().sizes(run())
-    kind = sizes.kinds[0]
+    kind = sizes.kinds[0].one(AttentionSpec)
     whole = attention_flops(sizes, kind, Batch(131072, 131072))
     assert whole == 2 * 131072**2 * 4096
     assert attention_flops(sizes, kind, Batch(131072, 8192)) == whole / 16

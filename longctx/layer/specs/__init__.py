@@ -1,0 +1,1 @@
+"""What a part of a decoder layer is: where its weights are, what it computes, what it costs."""
