@@ -17,7 +17,7 @@ from small_families import family_config
 from small_model import CPU, packed_batch, tiny_config
 from torch import nn
 from torch.utils.data import default_collate
-from transformers import AttentionInterface, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
@@ -354,7 +354,8 @@ ELSEWHERE = {
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_forwards_read_no_attribute_that_nobody_looks_at(kind: str) -> None:
     """Of these versions of transformers: a family's next setting is found when they are raised."""
-    family, every = FAMILIES[kind], layer_specs(family_config(kind))
+    config = family_config(kind) if kind in CAUSAL else AutoConfig.for_model(kind)
+    family, every = FAMILIES[kind], layer_specs(config)
     names = (names for spec in every for names in spec.children.values())
     modules = {name for spec in every for part in spec.parts for name in part.modules.values()}
     known = (SEEN | ELSEWHERE | {family.embedding, family.last_norm}).union(*names)
