@@ -15,7 +15,7 @@ GROUND = {"longctx", "train", "train/options", "train/safety"}
 program its own and two rooms."""
 LIBRARY = {
     "patching": {"any_model", "forwards", "runtime", "mixers", "families", "head", "kernels"},
-    "loop": {"any_model", "runtime", "images", "families", "memory", "cost"},
+    "loop": {"any_model", "runtime", "images", "families", "layer", "memory", "cost"},
     "any_model": {
         *("forwards", "runtime", "mixers", "calls", "families", "head", "layer", "attention"),
         *("memory", "cost", "kernels"),
@@ -32,7 +32,7 @@ LIBRARY = {
     "images": {"calls", "families", "attention", "memory", "cost"},
     "mixers": {"families", "layer", "kernels"},
     "calls": {"families", "layer", "attention", "kernels"},
-    "families": {"layer", "memory", "kernels"},
+    "families": {"layer", "memory", "cost", "kernels"},
     "head": {"layer", "cost", "kernels"},
     "layer": {"attention", "memory", "cost", "kernels"},
     "attention": {"kernels"},
