@@ -1,5 +1,5 @@
-"""A new family touches its table alone. The one here is none of transformers' (fable/): its entry is
-all that longctx is told of it."""
+"""A new family touches its table alone. The one here is none of transformers' (fable/): its entry
+is all that longctx is told of it."""
 
 from __future__ import annotations
 
