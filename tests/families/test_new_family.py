@@ -15,8 +15,13 @@ import torch
 from small_layer import PACKED, batch, gradients
 
 import longctx
+from longctx.cost import fitted
+from longctx.cost.sizes import Batch
 from longctx.families import families
-from longctx.families.family import Family, attention, either, layer_of, mlp
+from longctx.families.family import Family, attention, either, layer_of, mixer, mlp
+from longctx.layer import segments
+from longctx.layer.specs.mlp_spec import MlpSpec
+from longctx.runtime.costs import StepTable
 from longctx.runtime.runtime import model_sizes
 from longctx.settings import PatchOptions
 
@@ -30,11 +35,19 @@ def _factor(config: Any, layer: int) -> float:
     return float(config.residual_factor)
 
 
+def _state(config: Any, layer: int) -> tuple[int, int]:
+    return 0, config.hidden_size
+
+
 FABLE = Family(
     kind="fable",
     prefix="Fable",
     layer=layer_of(
-        attention(factor=_factor),
+        either(
+            lambda config, i: config.mixes and i == config.num_hidden_layers - 1,
+            mixer(path="mix", module="Mixer", kind="fable", state=_state, factor=_factor),
+            attention(factor=_factor),
+        ),
         either(
             lambda config, i: i % 2 == 0,
             mlp(factor=_factor),
@@ -45,8 +58,9 @@ FABLE = Family(
 
 
 @pytest.fixture
-def vanilla(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A model of the new family, whose code has the name that it would have in transformers."""
+def fable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes models of the new family, whose code has the name that it would have in transformers,
+    and which is in longctx's table; the seconds of its mixer are in theirs."""
     spec: Any = importlib.util.spec_from_file_location(
         HOME, Path(__file__).with_name("fable") / "modeling_fable.py"
     )
@@ -55,22 +69,42 @@ def vanilla(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     spec.loader.exec_module(module)
     monkeypatch.setitem(families.FAMILIES, "fable", FABLE)
     families.family_of_class.cache_clear()
-    torch.manual_seed(0)
-    yield module.FableForCausalLM(module.FableConfig(**SIZES, **HEADS)).train()
+    monkeypatch.setitem(fitted.MIXERS, "fable", (1000, 2000))
+
+    def made(**changes: Any) -> Any:
+        torch.manual_seed(0)
+        return module.FableForCausalLM(module.FableConfig(**SIZES, **HEADS, **changes)).train()
+
+    yield made
     families.family_of_class.cache_clear()
 
 
-def test_an_entry_is_all_of_a_family(vanilla: Any) -> None:
-    ours, inputs = copy.deepcopy(vanilla), batch(PACKED)
+def compare(vanilla: Any, documents: list[list[int]]) -> int:
+    """Compares a patched model with Hugging Face's, and returns how many gradients there are."""
+    ours, inputs = copy.deepcopy(vanilla), batch(documents)
     longctx.patch(ours, strict=True)
     (loss, grads), (found, own) = (gradients(model, inputs) for model in (vanilla, ours))
     assert found.item() == pytest.approx(loss.item(), rel=1e-6)
-    assert grads.keys() == own.keys() and len(grads) == 3 + 3 * 8 + 2
+    assert grads.keys() == own.keys()
     for name, grad in grads.items():
         assert (own[name] - grad).norm() <= 1e-5 * grad.norm(), name
+    return len(grads)
 
 
-def test_the_plan_counts_its_layers(vanilla: Any) -> None:
-    sizes = model_sizes(vanilla, PatchOptions(), torch.bfloat16)
-    assert sizes.of_layer == (0, 1, 0)
-    assert [kind.parts[1].gated for kind in sizes.kinds] == [True, False]
+def test_an_entry_is_all_of_a_family(fable: Any) -> None:
+    assert compare(fable(), PACKED) == 3 + 3 * 8 + 2
+
+
+def test_a_mixer_is_a_spec_and_its_seconds(fable: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose state goes from segment to segment."""
+    monkeypatch.setattr(segments, "SEGMENT_TOKENS", 16)
+    assert compare(fable(mixes=True), [[40], [40]]) == 3 + 3 * 8 + 2 - 3
+
+
+def test_the_plan_counts_its_layers(fable: Any) -> None:
+    sizes = model_sizes(fable(mixes=True), PatchOptions(), torch.bfloat16)
+    assert sizes.of_layer == (0, 1, 2)
+    assert [kind.one(MlpSpec).gated for kind in sizes.kinds] == [True, False, True]
+    mixed = StepTable.of(sizes, Batch(64, 64)).kinds[2]
+    besides = [work.flops for work in mixed.forward if work.rate == "mixer"]
+    assert besides == [64 * 32 * 1000]

@@ -1,5 +1,6 @@
 """A family that transformers does not have, as it would stand there (test_new_family.py): Llama
-with a factor of both residual sums, and an MLP without a gate in every second layer."""
+with a factor of both residual sums, an MLP without a gate in every second layer, and, if the
+configuration says so, a mixer of its own in the last layer."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ __all__ = ["FableConfig", "FableForCausalLM", "eager_attention_forward"]
 class FableConfig(LlamaConfig):
     model_type = "fable"
     residual_factor = 0.25
+    mixes = False
 
 
 class FableRMSNorm(LlamaRMSNorm):
@@ -57,6 +59,22 @@ class FableMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
+class FableMixer(nn.Module):
+    """Mixes each token with the one before it."""
+
+    def __init__(self, config: FableConfig) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden_states: Tensor, cache_params: Any = None, **_: Any) -> Tensor:
+        x = self.in_proj(hidden_states)  # (rows, t, D)
+        rows = x.mT
+        if cache_params is not None:
+            rows = cache_params.update_conv_state(rows, 0, conv_kernel_size=2)
+        before = nn.functional.pad(rows, (1 + x.shape[1] - rows.shape[2], 0))
+        return x + before[:, :, : x.shape[1]].mT.tanh()
+
+
 class FableDecoderLayer(LlamaDecoderLayer):
     def __init__(self, config: FableConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -66,10 +84,15 @@ class FableDecoderLayer(LlamaDecoderLayer):
         self.input_layernorm = FableRMSNorm(config.hidden_size, **norm)
         self.post_attention_layernorm = FableRMSNorm(config.hidden_size, **norm)
         self.factor = config.residual_factor
+        if config.mixes and layer_idx == config.num_hidden_layers - 1:
+            del self.self_attn
+            self.mix = FableMixer(config)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + self.factor * attended
+        normed = self.input_layernorm(hidden_states)
+        mixes = hasattr(self, "mix")
+        mixed = self.mix(normed) if mixes else self.self_attn(hidden_states=normed, **kwargs)[0]
+        hidden_states = hidden_states + self.factor * mixed
         return hidden_states + self.factor * self.mlp(self.post_attention_layernorm(hidden_states))
 
 
