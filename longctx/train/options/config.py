@@ -5,9 +5,9 @@
             seq_len: 8192                    that names the closest valid name or the fix
 
 A recipe (recipe.py) is read as if its keys stood on the command line, where flags win, and both go
-through the same parsers (written.py) and checks (limits.py). Options only: what they need of the
-machine is started by the engine (longctx/train/engines) between `parse_flags` and `make_arguments`;
-longctx/train/start/options.py does all three.
+through the same parsers (written.py) and checks (limits.py, conflicts.py). Options only: what they
+need of the machine is started by the engine (longctx/train/engines) between `parse_flags` and
+`make_arguments`; longctx/train/start/options.py does all three.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from longctx.errors import UserError, did_you_mean, one_line, print_rank0, say
 from longctx.train.options.arguments import DataArguments as DataArguments
 from longctx.train.options.arguments import ModelArguments as ModelArguments
 from longctx.train.options.arguments import TrainOptions
+from longctx.train.options.conflicts import check_together
 from longctx.train.options.habits import HABITS, unknown
 from longctx.train.options.help import help_text
-from longctx.train.options.limits import check_together, check_values, refuse_not_ours
+from longctx.train.options.limits import check_values, refuse_not_ours
 from longctx.train.options.recipe import Written, read_recipe, read_text
 from longctx.train.options.shipped import OPTIONS, files, find
 from longctx.train.options.written import PARSERS
