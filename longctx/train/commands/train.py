@@ -18,17 +18,10 @@ from transformers import PretrainedConfig, set_seed
 
 from longctx.errors import UserError, print_rank0
 from longctx.images.room_for_images import SeenTokens, prepare
-from longctx.train.data.rows import (
-    as_arrays,
-    build_dataset,
-    check_sources,
-    counts,
-    document_names,
-    picture_files,
-    pictures_of,
-    pixels_identity,
-    rows_identity,
-)
+from longctx.train.data.origins import check_sources, document_names, picture_files, pictures_of
+from longctx.train.data.pack.batches import as_arrays
+from longctx.train.data.row_report import counts, pixels_identity, rows_identity
+from longctx.train.data.rows import RowOptions, build_dataset
 from longctx.train.data.text.tokenizer import load_tokenizer
 from longctx.train.data.text.trial import varies
 from longctx.train.engines import check_resume
@@ -236,16 +229,18 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
         return build_dataset(
             data_args,
             checked.tokenizer,
-            files=files,
-            seq_len=model_args.seq_len,
-            vocab_size=config.get_text_config().vocab_size,
-            seed=args.seed,
-            rows=task.rows,
-            mismatched=task.mismatched,
-            one_document=one_document,
-            **of_evaluation,
-            sight=None if eyes is None else eyes.sight(),
-            config=config,
+            RowOptions(
+                files=files,
+                seq_len=model_args.seq_len,
+                vocab_size=config.get_text_config().vocab_size,
+                seed=args.seed,
+                rows=task.rows,
+                mismatched=task.mismatched,
+                one_document=one_document,
+                **of_evaluation,
+                sight=None if eyes is None else eyes.sight(),
+                config=config,
+            ),
         )
 
     with args.main_process_first(desc="data"):

@@ -1,10 +1,11 @@
 """Text into training rows: documents -> tokens -> rows of `seq_len` tokens, cached.
 
-    sources.py, records.py   files, folders, globs, datasets -> checked documents
+    origins.py               files, folders, globs, datasets -> checked documents
     tokens.py                a document                      -> token ids, and which are trained
     packing.py               tokenised documents, shuffled   -> input_ids, labels, position_ids,
                                                                 documents
-    packing_groups.py        the same for prompts with their answers, which are packed whole
+    packing_groups.py        prompts with their answers      -> the same, and the groups
+    row_report.py            what is counted and said of rows, a JSON file beside them
     cache.py                 three Arrow files under cache_dir: the documents, their tokens
                              (4 bytes and a bit a token), the rows (12 bytes a token, 4 a document)
 
@@ -16,76 +17,57 @@ With --streaming nothing is kept (stream.py).
 from __future__ import annotations
 
 import json
-import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
-import xxhash
-from datasets import Dataset, IterableDataset, List, Value
+from datasets import Dataset, Features, IterableDataset
 from datasets.utils import tqdm
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from longctx.errors import UserError, many, print_rank0, shortened
 from longctx.system import expanded
 from longctx.train.data.chat.rendering import lines_of
+from longctx.train.data.origins import (
+    check_kind,
+    file_documents,
+    files_identity,
+    kind_key,
+    limit_key,
+    named_picture_files,
+    place_namer,
+)
 from longctx.train.data.pack.cache import (
     cache_path,
-    content_of,
     dataset_identity,
     digest,
     file_identity,
     open_arrow,
-    read_json,
     remove_leftovers,
     tokenizer_identity,
     write_arrow,
     write_text,
 )
-from longctx.train.data.pack.packing import (
-    ROW_FEATURES,
-    PackingStats,
-    check_trainable,
-    lengthened,
-    pack,
-)
+from longctx.train.data.pack.packing import ROW_FEATURES, PackingStats, check_trainable, pack
 from longctx.train.data.pack.packing_groups import (
     GROUP_ROW_FEATURES,
     GroupStats,
     check_groups,
     pack_groups,
 )
-from longctx.train.data.reading.files import file_of, find_files, stdlib_files
-from longctx.train.data.reading.groups import READERS, Rows
-from longctx.train.data.reading.kinds import LINE_SUFFIXES, record_suffix
+from longctx.train.data.reading.files import find_files, stdlib_files
+from longctx.train.data.reading.groups import Rows
 from longctx.train.data.reading.media import PICTURES
-from longctx.train.data.reading.named import check_dataset_name, load_records
-from longctx.train.data.reading.picture_sources import (
-    DATA_URL,
-    Source,
-    linked_files,
-    source_named,
-    undecoded,
-)
-from longctx.train.data.reading.records import FORMATS, WITH_PICTURES, Document
-from longctx.train.data.reading.sources import read_documents
+from longctx.train.data.reading.named import load_records
+from longctx.train.data.reading.picture_sources import undecoded
+from longctx.train.data.reading.records import WITH_PICTURES
+from longctx.train.data.row_report import pixels_hash, read_report, replaced_bytes, stats_of
 from longctx.train.data.stream import stream_rows
 from longctx.train.data.text.encoding import check_vocabulary, pad_token_id
 from longctx.train.data.text.remarks import media_line, unread_lines
-from longctx.train.data.text.tokens import (
-    DOCUMENT_FEATURES,
-    Reader,
-    folder_of,
-    groups_of,
-    kinds_of,
-    pieces_of,
-    tokens_of,
-)
+from longctx.train.data.text.tokens import Reader, groups_of, kinds_of, pieces_of, tokens_of
 from longctx.train.options.config import DataArguments
 
 if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
@@ -101,416 +83,232 @@ class Sight(NamedTuple):
     """Whether rows of text with pictures are not packed: where positions do not keep them apart."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowOptions:
+    """How `build_dataset` makes rows, beside the options of data."""
+
+    files: list[str] | None
+    """Files, folders and globs to read; None: --dataset_name, or else the standard library."""
+    seq_len: int
+    """Tokens of a row."""
+    vocab_size: int | None
+    """The number of the model's token ids, which the rows are checked against; None: unknown."""
+    seed: int
+    """The seed of the order of documents."""
+    rows: Rows = "text"
+    """Whether rows hold documents of "text", or prompts with their answers: "pairs" or "rated"."""
+    mismatched: bool = False
+    """Whether each answer gets another prompt's answer beside it."""
+    one_document: bool = False
+    """Whether rows of text are not packed: each holds one document and has its length, or
+    `seq_len` in a stream."""
+    held_out: bool = False
+    """Whether the rows are those of --eval_share; else they are those of the other documents."""
+    evaluates: bool = False
+    """Whether a run evaluates the rows, for the line that is printed; else it trains on them."""
+    sight: Sight | None = None
+    """How pictures are read, whose tokens are in the rows; None: records may name none."""
+    config: PretrainedConfig | None = None
+    """The model's configuration, which may name tokens of media."""
+
+    def name(self, args: DataArguments) -> str:
+        """Returns what messages call the data."""
+        name = ", ".join(self.files or [args.dataset_name or "the standard library"])
+        return f"held out of {name}" if self.held_out else name
+
+
+@dataclass(kw_only=True)
+class _Origin:
+    """The records of which rows are made."""
+
+    paths: list[Path]
+    """The files that hold the records; empty for a dataset."""
+    dataset: str | None
+    """The name of the dataset; None for files."""
+    identity: list[Any]
+    """What differs where the records do, for the names of the cache's files."""
+    records: Dataset | None = None
+    """The records; None for files that need not be read if their rows are in the cache."""
+    pictures: Pictures | None = None
+    """The pictures of the records; None if no record names one."""
+
+
 def build_dataset(
-    args: DataArguments,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    files: list[str] | None,
-    seq_len: int,
-    vocab_size: int | None,
-    seed: int,
-    rows: Rows = "text",
-    mismatched: bool = False,
-    one_document: bool = False,
-    held_out: bool = False,
-    evaluates: bool = False,
-    sight: Sight | None = None,
-    config: PretrainedConfig | None = None,
+    args: DataArguments, tokenizer: PreTrainedTokenizerBase, options: RowOptions
 ) -> Dataset | IterableDataset:
-    """Packed rows from `files`, else from --dataset_name, else from the standard library. With
-    --eval_share they are those of the share that is `held_out`, or of the other documents.
+    """Makes packed rows, or finds them in the cache.
 
     Each row is {input_ids, labels, position_ids}, lists of seq_len ints, and {documents}, one
-    number a document (`document_names` turns them into names). Rows of "pairs" and "rated" hold
-    prompts with their answers and say which is which (packing_groups.py); `mismatched` gives each
-    answer another prompt's beside it. With `one_document` rows of text are not packed: each holds
-    one document and has its length, a stream's `seq_len`. With `sight` records may name pictures,
-    whose tokens are in the rows; `pictures_of` finds them again. `config` is the model's, which may
-    name tokens of media. The same arguments give the same
-    rows in the same order.
-    Prints one summary line, which says whether a run trains on the rows or `evaluates` them. Raises
-    UserError for bad sources, a record that cannot be trained on, and a token id of `vocab_size` or
-    more.
+    number a document (`document_names` turns them into names, `pictures_of` into pictures). Rows of
+    "pairs" and "rated" say which tokens are of prompts and answers (packing_groups.py). The same
+    arguments give the same rows in the same order.
+    Prints one summary line. Raises UserError for bad sources, a record that cannot be trained on,
+    and a token id of `vocab_size` or more.
     """
-    _check_rows(args, files, rows)
-    paths: list[Path] = []
-    records: Dataset | None = None
+    check_kind(args, options.files, options.rows)
+    origin = _origin(args, options)
+    if isinstance(origin, IterableDataset):
+        return stream_rows(
+            args,
+            origin,
+            tokenizer,
+            seq_len=options.seq_len,
+            vocab_size=options.vocab_size,
+            seed=options.seed,
+            one_document=options.one_document,
+            config=options.config,
+        )
+    sight = options.sight if origin.pictures is not None else None
+    if sight is not None and sight.one_document and options.rows == "text":
+        options = replace(options, one_document=True)
+    remove_leftovers(expanded(args.cache_dir))
+    tokens_path, rows_path = _cache_paths(args, tokenizer, options, origin)
+    report = read_report(rows_path.with_suffix(".json"), options.rows)
+    packed = open_arrow(rows_path, report["stats"]["rows"]) if report else None
+    if report is None or packed is None:
+        packed, report = _packed(args, tokenizer, options, origin, tokens_path, rows_path)
+    _say(report, options, options.name(args))
+    return packed
+
+
+def _origin(args: DataArguments, options: RowOptions) -> _Origin | IterableDataset:
+    """Finds the records, and reads the processor if they name pictures."""
+    files, rows, sees = options.files, options.rows, options.sight is not None
     if files is None and args.dataset_name:
-        loaded = load_records(args, None if held_out else print_rank0)
+        # A run with --eval_share reads the dataset twice and says once what is passed over.
+        loaded = load_records(args, None if options.held_out else print_rank0)
         if isinstance(loaded, IterableDataset):
-            return stream_rows(
-                args,
-                undecoded(loaded),
-                tokenizer,
-                seq_len=seq_len,
-                vocab_size=vocab_size,
-                seed=seed,
-                one_document=one_document,
-                config=config,
-            )
-        identity = [*dataset_identity(loaded), *_limit(args), *_beside_text(rows)]
-        records = loaded = undecoded(loaded)
+            return undecoded(loaded)
+        identity = [*dataset_identity(loaded), *limit_key(args), *kind_key(rows)]
+        records = undecoded(loaded)
         if args.max_samples:
-            records = loaded.select(range(min(args.max_samples, len(loaded))))
+            records = records.select(range(min(args.max_samples, len(records))))
+        origin = _Origin(paths=[], dataset=args.dataset_name, identity=identity, records=records)
     else:
         paths = stdlib_files() if files is None else find_files(files)
-        identity = _identity(args, paths, rows, sees=sight is not None)
+        identity = files_identity(args, paths, rows, sees=sees)
+        origin = _Origin(paths=paths, dataset=None, identity=identity)
+    if options.sight is not None:
+        _look_for_pictures(args, options.sight, rows, origin)
+    return origin
 
-    dataset_name = None if paths else args.dataset_name
-    pictures: Pictures | None = None
-    if sight is not None:
-        if records is None:
-            records = _documents(args, paths, rows=rows, sees=True)
-        shown = {*WITH_PICTURES} & kinds_of(records, rows)
-        if shown or {*PICTURES} & {*records.column_names}:
-            pictures = sight.read()
-            shown_files = _picture_files(records, dataset_name)  # whose tokens the rows count
-            identity += [pictures.identity(), *map(file_identity, shown_files)]
-            one_document = one_document or (rows == "text" and sight.one_document)
-    name = ", ".join(files or [args.dataset_name or "the standard library"])
-    name = f"held out of {name}" if held_out else name
-    cache_dir = expanded(args.cache_dir)
-    remove_leftovers(cache_dir)
-    padding = pad_token_id(tokenizer, vocab_size)
-    source_key = digest(identity)
-    tokens_key = digest(source_key, tokenizer_identity(tokenizer))
-    added: list[Any] = ["mismatched"] * mismatched + ["one document"] * one_document
-    added += [["held out" if held_out else "not held out", args.eval_share]] * bool(args.eval_share)
-    rows_key = digest(tokens_key, seq_len, args.long_documents, padding, seed, *added)
-    rows_path = cache_path(cache_dir, "rows", rows_key)
-    report_path = cache_path(cache_dir, "rows", rows_key, ".json")
 
-    report = _report(report_path, rows)
-    packed = open_arrow(rows_path, report["stats"]["rows"]) if report else None
-    stats: PackingStats | GroupStats
-    if report is None or packed is None:
-        if records is None:
-            records = _documents(args, paths, rows=rows)
-        replaced = _replaced_bytes(records) if paths else {}
-        if not len(records):
-            check_trainable(PackingStats(), name)
-        tokens = tokens_of(
-            cache_path(cache_dir, "tokens", tokens_key),
-            records,
-            dataset_name,
-            tokenizer,
-            vocab_size,
-            rows,
-            pictures,
-        )
-        order = np.random.default_rng(seed).permutation(len(tokens))
-        if args.eval_share:
-            order = _part(order, args.eval_share, held_out)
-        shuffled = _shown(order, rows)
-        if rows == "text":
-            stats = PackingStats(one_document=one_document)
-            packing = pack(
-                pieces_of(tokens, shuffled),
-                seq_len,
-                long_documents=args.long_documents,
-                pad_token_id=padding,
-                stats=stats,
-                own_lengths=one_document,
-                where=_namer(records, dataset_name),
-            )
-            packed = write_arrow(rows_path, ROW_FEATURES, packing)
-        else:
-            stats = GroupStats(kind=rows)
-            packing = pack_groups(
-                groups_of(tokens, shuffled),
-                seq_len,
-                long_documents=args.long_documents,
-                pad_token_id=padding,
-                stats=stats,
-                where=_namer(records, dataset_name),
-                mismatched=mismatched,
-            )
-            packed = write_arrow(rows_path, GROUP_ROW_FEATURES, packing)
-        namer = _namer(records, dataset_name)
-        said = lines_of(kinds_of(records, rows), tokenizer)
-        reader = Reader(records.features, dataset_name, rows, sees=sight is not None)
-        said += [*unread_lines(records, reader, namer)]
-        said += media_line(tokens, tokenizer, config, pictures, namer)
-        report = {"stats": asdict(stats), "replaced_bytes": replaced, "said": said}
-        report |= {"pixels": _pixels(tokens, order)} if pictures is not None else {}
-        write_text(report_path, json.dumps(report))
+def _look_for_pictures(args: DataArguments, sight: Sight, rows: Rows, origin: _Origin) -> None:
+    """Reads the processor if records name pictures. Their files decide the rows, too, which count
+    their tokens."""
+    if origin.records is None:
+        origin.records = file_documents(args, origin.paths, rows=rows, sees=True)
+    kinds = {*WITH_PICTURES} & kinds_of(origin.records, rows)
+    if kinds or {*PICTURES} & {*origin.records.column_names}:
+        origin.pictures = sight.read()
+        files = named_picture_files(origin.records, origin.dataset)
+        origin.identity += [origin.pictures.identity(), *map(file_identity, files)]
 
-    stats = _stats(report["stats"], rows)
+
+def _cache_paths(
+    args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    options: RowOptions,
+    origin: _Origin,
+) -> tuple[Path, Path]:
+    """Returns the cache's files of the records' tokens and of the rows."""
+    tokens_key = digest(digest(origin.identity), tokenizer_identity(tokenizer))
+    # What most runs do not ask for adds to the key only if it is asked for: a key that changed
+    # would make all rows of earlier versions again.
+    added: list[Any] = ["mismatched"] * options.mismatched
+    added += ["one document"] * options.one_document
+    if args.eval_share:
+        added.append(["held out" if options.held_out else "not held out", args.eval_share])
+    padding = pad_token_id(tokenizer, options.vocab_size)
+    rows_key = digest(
+        *(tokens_key, options.seq_len, args.long_documents, padding, options.seed), *added
+    )
+    folder = expanded(args.cache_dir)
+    return cache_path(folder, "tokens", tokens_key), cache_path(folder, "rows", rows_key)
+
+
+def _packed(
+    args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    options: RowOptions,
+    origin: _Origin,
+    tokens_path: Path,
+    rows_path: Path,
+) -> tuple[Dataset, dict[str, Any]]:
+    """Tokenises and packs the records. Returns the rows and the report that is kept of them."""
+    rows, pictures, records = options.rows, origin.pictures, origin.records
+    if records is None:
+        records = file_documents(args, origin.paths, rows=rows)
+    replaced = replaced_bytes(records) if origin.paths else {}
+    if not len(records):
+        check_trainable(PackingStats(), options.name(args))
+    tokens = tokens_of(
+        tokens_path, records, origin.dataset, tokenizer, options.vocab_size, rows, pictures
+    )
+    order = np.random.default_rng(options.seed).permutation(len(tokens))
+    if args.eval_share:
+        order = _part(order, args.eval_share, options.held_out)
+    namer = place_namer(records, origin.dataset)
+    padding = pad_token_id(tokenizer, options.vocab_size)
+    features, stats, packing = _packing(args, options, tokens, order, padding, namer)
+    packed = write_arrow(rows_path, features, packing)
+    said = lines_of(kinds_of(records, rows), tokenizer)
+    reader = Reader(records.features, origin.dataset, rows, sees=options.sight is not None)
+    said += [*unread_lines(records, reader, namer)]
+    said += media_line(tokens, tokenizer, options.config, pictures, namer)
+    report = {"stats": asdict(stats), "replaced_bytes": replaced, "said": said}
+    report |= {"pixels": pixels_hash(tokens, order)} if pictures is not None else {}
+    write_text(rows_path.with_suffix(".json"), json.dumps(report))
+    return packed, report
+
+
+def _packing(
+    args: DataArguments,
+    options: RowOptions,
+    tokens: Dataset,
+    order: np.ndarray,  # (n,) int64: numbers of documents
+    padding: int,
+    namer: Callable[[int], str],
+) -> tuple[Features, PackingStats | GroupStats, Iterator[dict[str, np.ndarray]]]:
+    """Returns the rows' columns, the counts that are complete when all rows are made, and the
+    rows."""
+    shuffled = _shown(order, options.rows)
+    alike: dict[str, Any] = dict(
+        long_documents=args.long_documents, pad_token_id=padding, where=namer
+    )
+    if options.rows == "text":
+        alone = options.one_document
+        stats = PackingStats(one_document=alone)
+        pieces = pieces_of(tokens, shuffled)
+        packing = pack(pieces, options.seq_len, stats=stats, own_lengths=alone, **alike)
+        return ROW_FEATURES, stats, packing
+    counted = GroupStats(kind=options.rows)
+    groups = groups_of(tokens, shuffled)
+    packing = pack_groups(
+        groups, options.seq_len, stats=counted, mismatched=options.mismatched, **alike
+    )
+    return GROUP_ROW_FEATURES, counted, packing
+
+
+def _say(report: dict[str, Any], options: RowOptions, name: str) -> None:
+    """Prints what the report says of the rows. Raises UserError for rows that cannot be used."""
+    stats = stats_of(report["stats"], options.rows)
     of_files = [
         f"{file}: replaced {count:,} undecodable bytes; save it as UTF-8 to keep them"
         for file, count in report["replaced_bytes"].items()
     ]
-    for line in [] if held_out else [*of_files, *report["said"]]:  # once of the same files
+    # The held-out rows are of the same files, whose lines the other rows have printed.
+    for line in [] if options.held_out else [*of_files, *report["said"]]:
         print_rank0(line)
-    check_vocabulary(stats.largest_token_id, vocab_size)
+    check_vocabulary(stats.largest_token_id, options.vocab_size)
     if isinstance(stats, GroupStats):
         check_groups(stats, name)
         for line in stats.warnings():
             print_rank0(line)
     else:
         check_trainable(stats, name)
-    use = "evaluated" if evaluates else "trained"
-    print_rank0(f"{shortened(name, 80)}: {stats.summary(seq_len, use)}")
-    return packed
-
-
-def check_sources(args: DataArguments, rows: Rows = "text") -> list[Path]:
-    """The files that hold the data, of which beginnings alone are read. Prints what is passed over
-    in folders. Raises UserError for data that is missing, empty or unreadable, or that cannot be
-    rows of this kind."""
-    _check_rows(args, args.train_file, rows)
-    found = find_files([*(args.train_file or []), *(args.eval_file or [])], tell=print_rank0)
-    if args.dataset_name:
-        check_dataset_name(args.dataset_name)
-        if os.path.isdir(expanded(args.dataset_name)):  # and not a name on the hub
-            found += expanded(args.dataset_name).rglob("*")
-    return found
-
-
-def _check_rows(args: DataArguments, files: list[str] | None, rows: Rows) -> None:
-    if rows == "text":
-        return
-    if args.streaming:
-        raise UserError(f"--streaming is for text: leave it out with {READERS[rows]}")
-    if files is None and not args.dataset_name:
-        raise UserError(
-            f"{READERS[rows]} needs records with {FORMATS[rows]}: give --train_file or "
-            "--dataset_name"
-        )
-
-
-def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Stacks rows into int64 tensors (B, S): input_ids, labels, position_ids, documents. S is
-    seq_len, or the longest row of the batch where rows have a length of their own.
-
-    No attention_mask but where rows were lengthened, as one document each has to be: an all-ones
-    mask switches HF's packing detection off, and `position_ids` already say where documents begin.
-    `documents` is filled up with -1, to a width that is the same in every process; LongTrainer
-    takes it out before the model is called.
-    """
-    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-    longest = int(lengths.max())
-    full = [lengthened(row, longest) for row in rows]
-    batch = {name: torch.from_numpy(np.stack([row[name] for row in full])) for name in full[0]}
-    if bool((lengths < longest).any()):
-        batch["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
-    if "documents" not in rows[0]:  # --remove_unused_columns
-        return batch
-    documents = torch.full_like(batch["input_ids"], -1)
-    for filled, row in zip(documents, rows, strict=True):
-        filled[: len(row["documents"])] = torch.as_tensor(row["documents"])
-    return {**batch, "documents": documents}
-
-
-def as_arrays(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
-    """Makes rows arrays for `collate`: lists would take 7 ms for 32768 tokens. A reference's fp64
-    stays in lists, since datasets would round it to fp32."""
-    if not isinstance(rows, Dataset):
-        return rows
-    exact = [name for name, kind in rows.features.items() if kind == List(Value("float64"))]
-    if not exact:
-        return rows.with_format("numpy")
-    columns = [name for name in rows.column_names if name not in exact]
-    return rows.with_format("numpy", columns=columns, output_all_columns=True)
-
-
-def rows_identity(args: DataArguments, rows: Dataset | IterableDataset) -> Any:
-    """Differs where the rows of `build_dataset` do; of a stream, which nobody has read yet, where
-    it comes from."""
-    if isinstance(rows, IterableDataset):
-        return [args.dataset_name, args.dataset_config, args.dataset_split]
-    return content_of(rows)
-
-
-def pixels_identity(rows: Dataset | IterableDataset, pictures: Pictures) -> str:
-    """Differs where the pixels of the rows of a `build_dataset` do: where the bytes of pictures'
-    files or the processor's settings do."""
-    return digest(_report_beside(rows).get("pixels"), pictures.settings)
-
-
-def _pixels(tokens: Dataset, order: np.ndarray) -> str:  # (n,) int64: numbers of documents
-    hashes = tokens.data.column("pixels").to_numpy()[np.sort(order)]
-    return xxhash.xxh3_64_hexdigest(hashes.tobytes())
-
-
-def pictures_of(
-    args: DataArguments, files: list[str] | None, rows: Rows = "text"
-) -> Callable[[Iterable[int]], list[Source]]:
-    """Finds the pictures of a row's documents, in their order, given its `documents`.
-
-    `args`, `files` and `rows` are those of a `build_dataset` with `sight`.
-    """
-    records, name = _seen(args, files, rows)
-    document = Reader(records.features, name, rows, sees=True)
-
-    def found(numbers: Iterable[int]) -> list[Source]:
-        sources: list[Source] = []
-        for number in numbers:
-            read = document(records[int(number)], int(number)) if number >= 0 else None
-            if read is not None and read.kind in WITH_PICTURES:
-                for count, named in enumerate(read.content["pictures"], 1):
-                    sources.append(source_named(named, f"{read.where}: picture {count}"))
-        return sources
-
-    return found
-
-
-def picture_files(
-    args: DataArguments, files: list[str] | None, rows: Rows = "text"
-) -> Iterator[Path]:
-    """Yields the files of pictures that records name, given what `pictures_of` is given."""
-    return _picture_files(*_seen(args, files, rows))
-
-
-def _seen(args: DataArguments, files: list[str] | None, rows: Rows) -> tuple[Dataset, str | None]:
-    """Returns the records of a `build_dataset` with `sight`, and the name of their dataset."""
-    if files is None and args.dataset_name:
-        loaded = load_records(args)
-        assert isinstance(loaded, Dataset)
-        return undecoded(loaded), args.dataset_name
-    paths = stdlib_files() if files is None else find_files(files)
-    return _documents(args, paths, rows=rows, sees=True), None
-
-
-def _picture_files(records: Dataset, name: str | None) -> Iterator[Path]:
-    if name is not None:
-        files = linked_files(records, folder_of(name))
-        yield from (file for file in files if file.is_file())
-        return
-    for kind, content in zip(records["kind"], records["content"], strict=True):
-        for named in json.loads(content)["pictures"] if kind in WITH_PICTURES else ():
-            if not named.startswith(DATA_URL):
-                yield Path(named)
-
-
-def document_names(
-    args: DataArguments, files: list[str] | None, rows: Rows = "text", *, sees: bool = False
-) -> Callable[[Iterable[int]], list[str]]:
-    """Says where the records of a row came from (`file`, `file:line`), given its `documents`.
-
-    `args`, `files` and `rows` are those of `build_dataset`, and `sees` whether it had a `sight`;
-    files that change afterwards change no name.
-    """
-    if files is None and args.dataset_name:
-        kind = "record of the shuffled stream" if args.streaming else "row"
-        return lambda numbers: [f"{args.dataset_name} {kind} {n}" for n in numbers if n >= 0]
-    paths = stdlib_files() if files is None else find_files(files)
-    path = _documents_path(args, paths, rows, sees=sees)
-
-    def names(numbers: Iterable[int]) -> list[str]:
-        if not path.exists() and _documents_path(args, paths, rows, sees=sees) != path:
-            raise UserError("the data has changed since it was read")
-        documents = _documents(args, paths, path, rows, sees=sees)
-        return [documents[number]["where"] for number in numbers if number >= 0]
-
-    return names
-
-
-def _report(path: Path, rows: Rows = "text") -> dict[str, Any] | None:
-    """Reads what was reported of cached rows; None where it is missing or damaged."""
-    report: Any = read_json(path)
-    try:
-        _stats(report["stats"], rows).summary(1)
-        report["replaced_bytes"].items()
-        "".join(report["said"])
-    except (LookupError, TypeError, ValueError, AttributeError):
-        return None
-    return report
-
-
-def _stats(counted: dict[str, Any], rows: Rows) -> PackingStats | GroupStats:
-    return PackingStats(**counted) if rows == "text" else GroupStats(**counted)
-
-
-def counts(rows: Dataset | IterableDataset) -> dict[str, int]:
-    """Returns the counts that `build_dataset` wrote beside its rows, by name: documents or groups,
-    tokens, rows and others. Empty for a stream, which nobody has counted."""
-    stats = _report_beside(rows).get("stats", {})
-    return {name: count for name, count in stats.items() if type(count) is int and count > 0}
-
-
-def _report_beside(rows: Dataset | IterableDataset) -> dict[str, Any]:
-    """Returns what `build_dataset` has written beside its rows; empty for a stream."""
-    for file in rows.cache_files if isinstance(rows, Dataset) else ():
-        report: Any = read_json(Path(file["filename"]).with_suffix(".json"))
-        return report if isinstance(report, dict) else {}
-    return {}
-
-
-def _identity(args: DataArguments, files: list[Path], rows: Rows, *, sees: bool) -> list[Any]:
-    """All that decides what is read from files. Tables and .json were once read as plain text, so
-    their records have a name of their own."""
-    suffixes = {record_suffix(file) for file in files} - {None, *LINE_SUFFIXES}
-    more = (
-        ["records"] * bool(suffixes)
-        + ["undecodable"] * args.allow_undecodable
-        + ["pictures"] * sees
-    )
-    return [*map(file_identity, files), *more, *_limit(args), *_beside_text(rows)]
-
-
-def _limit(args: DataArguments) -> list[str]:
-    return [f"first {args.max_samples}"] if args.max_samples else []
-
-
-def _beside_text(rows: Rows) -> list[Rows]:
-    """Returns the part of a cache file's key that names the kind of rows. Files of text have none:
-    they keep the names that they had before there were other kinds."""
-    return [] if rows == "text" else [rows]
-
-
-def _documents_path(args: DataArguments, files: list[Path], rows: Rows, *, sees: bool) -> Path:
-    key = digest(_identity(args, files, rows, sees=sees))
-    return cache_path(expanded(args.cache_dir), "documents", key)
-
-
-def _documents(
-    args: DataArguments,
-    files: list[Path],
-    path: Path | None = None,
-    rows: Rows = "text",
-    *,
-    sees: bool = False,
-) -> Dataset:
-    """The documents of files, as columns; read once and kept (at `path`), so that they need not fit
-    in RAM. Where the model `sees`, they may name pictures."""
-    path = path or _documents_path(args, files, rows, sees=sees)
-
-    def columns(document: Document) -> dict[str, Any]:
-        content = json.dumps(document.content, ensure_ascii=False)
-        return {**vars(document), "content": content}
-
-    cached = open_arrow(path)
-    if cached is not None:
-        return cached
-    documents = tqdm(
-        read_documents(
-            files,
-            allow_undecodable=args.allow_undecodable,
-            rows=rows,
-            max_samples=args.max_samples,
-            sees=sees,
-        ),
-        desc="Reading",
-        unit=" documents",
-        leave=False,
-        disable=None,
-    )
-    return write_arrow(path, DOCUMENT_FEATURES, map(columns, documents))
-
-
-def _replaced_bytes(documents: Dataset) -> dict[str, int]:
-    """Undecodable bytes by file."""
-    counts: Counter[str] = Counter()
-    replaced = np.asarray(documents.data.column("replaced_bytes"))
-    for i in np.flatnonzero(replaced):
-        counts[file_of(documents[int(i)]["where"])] += int(replaced[i])
-    return dict(counts)
-
-
-def _namer(records: Dataset, name: str | None) -> Callable[[int], str]:
-    """Says where a record came from: a row of the dataset `name`, or our document's place."""
-    return lambda number: f"{name} row {number}" if name else records[number]["where"]
+    use = "evaluated" if options.evaluates else "trained"
+    print_rank0(f"{shortened(name, 80)}: {stats.summary(options.seq_len, use)}")
 
 
 def _shown(order: np.ndarray, rows: Rows) -> Iterable[int]:

@@ -105,6 +105,6 @@ def hardware(machine: Mapping[str, Any]) -> str:
 
 
 def counts_of(counts: Mapping[str, int]) -> list[str]:
-    """Returns the counts of train/data/rows.py that people ask for: `1,234 documents`, ..."""
+    """Returns the counts of train/data/row_report.py that people ask for: `1,234 documents`, ..."""
     found = ((name, counts.get(name, 0)) for name in ("documents", "groups", "tokens", "rows"))
     return [f"{n:,} {name.removesuffix('s' * (n == 1))}" for name, n in found if n]

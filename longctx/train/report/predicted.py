@@ -32,7 +32,7 @@ from longctx.images.room_for_images import USUAL, SeenTokens
 from longctx.loop.metrics import peak_memory
 from longctx.memory.machine import held_host_bytes, host_share_bytes
 from longctx.memory.place import Place
-from longctx.train.data.rows import as_arrays
+from longctx.train.data.pack.batches import as_arrays
 from longctx.train.engines import Engine, choose_engine
 from longctx.train.options.config import ModelArguments, TrainArguments
 from longctx.train.plan.changes import changes

@@ -38,7 +38,7 @@ def describe_run(
 ) -> Record:
     """The record of a run that begins after `step` steps. `argv` are the words after the program's
     name (None: the process's own), `model` is what trains, `counted` has the counts of
-    train/data/rows.py of "train" rows and, if there are any, of "eval" rows."""
+    train/data/row_report.py of "train" rows and, if there are any, of "eval" rows."""
     words = sys.argv[1:] if argv is None else argv
     start = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

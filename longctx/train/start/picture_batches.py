@@ -31,9 +31,9 @@ from transformers import PretrainedConfig
 from longctx.errors import UserError
 from longctx.families.classes import without_storage
 from longctx.families.vision import joint_of
+from longctx.train.data.pack.batches import as_arrays
+from longctx.train.data.pack.batches import collate as collate_text
 from longctx.train.data.reading.picture_sources import Source
-from longctx.train.data.rows import as_arrays
-from longctx.train.data.rows import collate as collate_text
 
 Rows = Sequence[dict[str, Any]]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longctx.attention.shards import Shards
 from longctx.errors import UserError
-from longctx.train.data.rows import collate
+from longctx.train.data.pack.batches import collate
 from longctx.train.options.task import TaskOptions
 
 Batch = dict[str, Tensor]

@@ -6,7 +6,7 @@ from small_tokenizer import small_tokenizer
 
 from longctx.errors import UserError
 from longctx.train.data.reading.named import check_dataset_name, load_records
-from longctx.train.data.rows import build_dataset
+from longctx.train.data.rows import RowOptions, build_dataset
 from longctx.train.options.config import DataArguments
 
 
@@ -122,7 +122,7 @@ def test_rows_of_a_csv_dataset_are_those_of_its_file(tmp_path):
         DataArguments(train_file=[str(file)], cache_dir=str(tmp_path / "cache")),
     ):
         rows = build_dataset(
-            args, tokenizer, files=args.train_file, seq_len=64, vocab_size=None, seed=0
+            args, tokenizer, RowOptions(files=args.train_file, seq_len=64, vocab_size=None, seed=0)
         )
         found.append(rows[:]["input_ids"])
     assert found[0] == found[1]

@@ -12,8 +12,10 @@ from small_tokenizer import small_tokenizer
 from longctx.errors import UserError
 from longctx.train.data import rows as data
 from longctx.train.data.chat import training_templates
+from longctx.train.data.origins import check_sources, document_names
+from longctx.train.data.pack.batches import collate
 from longctx.train.data.pack.cache import dataset_identity
-from longctx.train.data.rows import build_dataset, check_sources, collate, document_names
+from longctx.train.data.rows import RowOptions, build_dataset
 from longctx.train.data.text import tokens as tokenising
 from longctx.train.options.config import DataArguments
 
@@ -39,11 +41,13 @@ def build(tmp_path: Path, corpus: Path):
         return build_dataset(
             args,
             tokenizer or small_tokenizer(),
-            files=files and [str(file) for file in files],
-            seq_len=seq_len,
-            vocab_size=vocab_size,
-            seed=seed,
-            one_document=alone,
+            RowOptions(
+                files=files and [str(file) for file in files],
+                seq_len=seq_len,
+                vocab_size=vocab_size,
+                seed=seed,
+                one_document=alone,
+            ),
         )
 
     return build
