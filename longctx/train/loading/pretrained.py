@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +110,7 @@ def read_model(
     head_follows: bool = False,
     **more: Any,
 ) -> Any:
-    """The model with the weights of its files, all of them; `dtype` may be "auto", the files' own.
+    """Returns the model with all weights of its files; `dtype` may be "auto", the files' own.
     Says if a model of rewards starts with a random head, unless an adapter's takes its place
     (`head_follows`). Raises UserError where a weight is missing or damaged."""
     name, where = _pretrained(source)
@@ -116,7 +118,7 @@ def read_model(
     packed = quantised.packed_as(of_files)
     if packed:
         config, more = of_files, more | quantised.made_dense(packed)
-    try:
+    with _explained(source):
         files = _weight_files(name, where)
         tensors = check_files(files, packed=holds_nf4(config) or packed is not None)
         refuse_without_experts(str(source.name), tensors, experts_of(config))
@@ -134,15 +136,6 @@ def read_model(
                 **where,
                 **more,
             )
-    except (torch.OutOfMemoryError, UserError):
-        raise
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{source.name} holds a file that is damaged or would run code when "
-            "read; nothing of it was run"
-        ) from error
-    except Exception as error:  # a file's values raise as many types as there are
-        raise unreadable(source, error) from error
     model, found = loaded
     if is_classifier(config) and REWARD_HEAD in found["missing_keys"]:
         found["missing_keys"] -= {REWARD_HEAD}
@@ -158,6 +151,22 @@ def read_model(
     if packed:
         quantised.finish_(model, str(source.name), packed, dtype)
     return model
+
+
+@contextmanager
+def _explained(source: ModelSource) -> Iterator[None]:
+    """Turns what reading a model's files raises into a UserError."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, UserError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{source.name} holds a file that is damaged or would run code when "
+            "read; nothing of it was run"
+        ) from error
+    except Exception as error:  # a file's values raise as many types as there are
+        raise unreadable(source, error) from error
 
 
 def made_dense(source: ModelSource, config: PretrainedConfig) -> str | None:

@@ -84,22 +84,10 @@ def check_same_run(
     Raises UserError for a difference that is not `allowed`, for one in what the engine keeps from
     the checkpoint (`kept`), and for an unknown name.
     """
-    if unknown := [name for name in allowed if name not in (*NAMES, *APPLIED)]:
-        close = difflib.get_close_matches(unknown[0], NAMES, n=1)
-        raise UserError(
-            f"--allow_changed {unknown[0]}: no such part of a run"
-            + (f"; did you mean {close[0]}?" if close else f"; known: {', '.join(NAMES)}")
-        )
-    if checkpoint is None:
+    _check_known(allowed)
+    before = None if checkpoint is None else _recorded(checkpoint)
+    if before is None:
         return
-    manifest = read_manifest(checkpoint)
-    if manifest is None or manifest["run"] is None:
-        print_rank0(
-            f"{checkpoint} does not say what it was trained with (another program saved it): "
-            "options and data are taken as they are now"
-        )
-        return
-    before: RunDefinition = manifest["run"]
     if BASE in run and BASE not in before:
         print_rank0(
             f"{checkpoint} does not say which weights its adapters were trained over (an earlier "
@@ -126,6 +114,29 @@ def check_same_run(
         )
     if changed:
         print_rank0(f"resuming with other options (then and now): {', '.join(changed.values())}")
+
+
+def _check_known(allowed: Collection[str]) -> None:
+    """Raises UserError for a name that is no part of a run."""
+    if unknown := [name for name in allowed if name not in (*NAMES, *APPLIED)]:
+        close = difflib.get_close_matches(unknown[0], NAMES, n=1)
+        raise UserError(
+            f"--allow_changed {unknown[0]}: no such part of a run"
+            + (f"; did you mean {close[0]}?" if close else f"; known: {', '.join(NAMES)}")
+        )
+
+
+def _recorded(checkpoint: Path) -> RunDefinition | None:
+    """Returns the definition in a checkpoint. If there is none, it says so and returns None."""
+    manifest = read_manifest(checkpoint)
+    if manifest is None or manifest["run"] is None:
+        print_rank0(
+            f"{checkpoint} does not say what it was trained with (another program saved it): "
+            "options and data are taken as they are now"
+        )
+        return None
+    found: RunDefinition = manifest["run"]
+    return found
 
 
 def applied(run: RunDefinition) -> set[str]:

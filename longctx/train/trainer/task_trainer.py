@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx.attention.shards import Shards
+from longctx.constants import IGNORE_INDEX
 from longctx.train.tasks.protocol import Measured, Task
 from longctx.train.trainer.exact import ExactTrainer, overrides
 from longctx.train.trainer.towers import Towers
@@ -56,11 +58,15 @@ class TaskTrainer(ExactTrainer):
 
     towers: Towers
     """The frozen vision towers, which no engine and no DDP wraps with the model."""
+    shards: Shards | None = None
+    """The processes that share each row; None if each has rows of its own."""
 
     def __init__(self, *, model: Any, task: Task, **kwargs: Any) -> None:
         self.task, self.head_movable = task, not task.scores
         self.counted_task = task.options.task
         self.tally, self.eval_tally = Tally(), Tally()
+        self._evaluations: dict[int, dict[str, float]] = {}
+        """The metrics of each evaluation, by the step before it."""
         task.attach(model)
         super().__init__(model=model, **kwargs)
 
@@ -113,3 +119,63 @@ class TaskTrainer(ExactTrainer):
         self.eval_tally.add({name: m.first(rows) for name, m in values.metrics.items()})
         losses = values.losses[values.rows < rows].double()
         return torch.stack([losses.sum(), losses.new_tensor(len(losses))])
+
+    @overrides
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, but the loss is the mean over all tokens, on any number of processes.
+
+        Trainer takes the mean of the rows' means, which weights a token of a short row more, and
+        differs with the number of processes.
+        """
+        self.evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        output = super().evaluation_loop(*args, **kwargs)
+        loss_sum, tokens = self.accelerator.reduce(self.evaluated, "sum").tolist()
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        assert output.metrics is not None
+        output.metrics[f"{prefix}_loss"] = loss_sum / max(tokens, 1)
+        found = self.eval_tally.read(self.accelerator)
+        output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
+        self._evaluations[self.state.global_step] = output.metrics
+        return output
+
+    def evaluate_final(self) -> dict[str, float]:
+        """Returns the evaluation of the weights that the run ends with. It is made unless the run
+        has evaluated after the step that made these weights."""
+        best = self.state.best_global_step if self.args.load_best_model_at_end else None
+        known = self._evaluations.get(self.state.global_step if best is None else best)
+        return self.evaluate() if known is None else known
+
+    @overrides
+    @torch.no_grad()
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None, None]:
+        inputs = self._prepare_inputs(inputs)
+        rows = self._own_rows(len(inputs["input_ids"]))
+        if self.task.scores:
+            found = self.evaluated_values(model, inputs, rows)
+            self.evaluated += found
+            return found[0] / found[1].clamp(min=1), None, None
+        labels = inputs["labels"]  # (B, S)
+        if rows < len(labels):
+            labels = inputs["labels"] = labels.clone()
+            labels[rows:] = IGNORE_INDEX
+        targets = labels[:, 1:]
+        if self.shards:
+            inputs["shift_labels"] = torch.nn.functional.pad(targets, (0, 1), value=IGNORE_INDEX)
+            inputs = self.shards.cut(inputs)
+            targets = inputs["shift_labels"]
+        loss_sum = model(**inputs, num_items_in_batch=1).loss
+        tokens = (targets != IGNORE_INDEX).sum()
+        self.evaluated += torch.stack([loss_sum.double(), tokens.double()])
+        return loss_sum / tokens.clamp(min=1), None, None
+
+    def _own_rows(self, rows: int) -> int:
+        """Returns how many of a batch's rows are there for the first time: at the end of the data
+        accelerate repeats rows, so that each process has as many."""
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return rows
+        ranks_a_row = self.shards.ranks if self.shards else 1
+        first = self.args.process_index // ranks_a_row * rows
+        return max(0, min(rows, state.remainder - first))
