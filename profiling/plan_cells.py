@@ -45,7 +45,8 @@ from longctx.runtime.costs import StepTable
 from longctx.train.engines import choose_engine
 from longctx.train.engines.layout import Layout
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Plan, Run, Subject, plan
+from longctx.train.plan.predict import Plan, plan
+from longctx.train.plan.subject import Run, Subject
 from longctx.train.report.page import pyplot, with_ending
 from longctx.train.report.plan_run import with_answers, with_images
 from longctx.train.report.predicted import equal_tokens

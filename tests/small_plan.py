@@ -7,7 +7,7 @@ from functools import cache
 
 from longctx.cost.machines import MACHINES, Machine
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Run, Subject
+from longctx.train.plan.subject import Run, Subject
 from longctx.train.start.loading import load_config
 
 

@@ -1,4 +1,4 @@
-"""`longctx COMMAND ...`: what people run; train.py in a clone is `longctx train`.
+"""The command line `longctx COMMAND ...`. The file train.py of a clone runs `longctx train`.
 
 A command is a module with `main(argv)`; its docstring's first line is its help. Modules are
 imported when they are called, so `longctx report` does not wait for torch.

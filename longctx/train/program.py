@@ -110,8 +110,8 @@ def _check_folder() -> None:
 
 
 _BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
-"""What libraries read when they are imported: in a file a bar is a line for each time that it is
-drawn."""
+"""Variables that libraries read when they are imported: in a file a bar is a line for each time
+that it is drawn."""
 
 
 @contextmanager
@@ -128,8 +128,8 @@ def importing() -> Iterator[None]:
 
 
 def started_as(launcher: str = "") -> str:
-    """How training is started here, for lines that name the command: `python train.py` for whoever
-    runs that file of a clone, else `longctx train`; after a launcher in the form that it takes."""
+    """Returns how training is started here, for lines that name the command: `python train.py` if
+    that file of a clone runs, else `longctx train`; after a launcher in the form that it takes."""
     clone = Path(sys.argv[0]).name == "train.py"
     if launcher:
         return f"{launcher} {'train.py' if clone else '-m longctx train'}"

@@ -50,7 +50,7 @@ from longctx.patching.patch import patch_as
 from longctx.runtime.costs import StepTable
 from longctx.settings import PatchOptions
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Run, Subject
+from longctx.train.plan.subject import Run, Subject
 from longctx.train.start.loading import load_config
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")

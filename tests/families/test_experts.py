@@ -36,7 +36,7 @@ from longctx.families.strangers import why_not_scheduled
 from longctx.layer.router import weights_of
 from longctx.runtime.costs import StepTable
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Run, Subject
+from longctx.train.plan.subject import Run, Subject
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 FAMILIES = EXPERTS

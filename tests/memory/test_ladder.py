@@ -36,7 +36,8 @@ from longctx.memory.levels import ORDERS, Levels, pending_levels
 from longctx.memory.place import BlockSizes, PlacedStates
 from longctx.runtime.costs import StepTable
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Run, Subject, plan
+from longctx.train.plan.predict import plan
+from longctx.train.plan.subject import Run, Subject
 from longctx.train.start.loading import load_config
 
 T = 131072

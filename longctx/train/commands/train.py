@@ -272,7 +272,7 @@ def keep_read(asked: Asked, rows: Rows, folder: Folder) -> None:
 
 
 def make_batches(asked: Asked, checked: Checked, rows: Rows) -> Batches:
-    """How batches are made of the rows: those with pictures get pixels."""
+    """Returns what makes batches of the rows; those with pictures get pixels."""
     (model_args, data_args, args), task = asked.options, asked.task
     sees = rows.pictures is not None
     collate = task.collator(model_args.class_type, alone=sees)

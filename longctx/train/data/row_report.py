@@ -1,4 +1,4 @@
-"""What is counted and said of rows, in a JSON file beside them: a run that finds its rows in the
+"""What is counted and said of rows, in a JSON file next to them: a run that finds its rows in the
 cache prints the lines that the run which made them printed."""
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def stats_of(counted: dict[str, Any], rows: Rows) -> PackingStats | GroupStats:
 
 
 def counts(rows: Dataset | IterableDataset) -> dict[str, int]:
-    """Returns the counts that `build_dataset` wrote beside its rows, by name: documents or groups,
+    """Returns the counts that `build_dataset` wrote next to its rows, by name: documents or groups,
     tokens, rows and others. Empty for a stream, whose rows are not counted."""
     stats = _report_beside(rows).get("stats", {})
     return {name: count for name, count in stats.items() if type(count) is int and count > 0}
 
 
 def _report_beside(rows: Dataset | IterableDataset) -> dict[str, Any]:
-    """Returns what `build_dataset` has written beside its rows; empty for a stream."""
+    """Returns what `build_dataset` has written next to its rows; empty for a stream."""
     for file in rows.cache_files if isinstance(rows, Dataset) else ():
         report: Any = read_json(Path(file["filename"]).with_suffix(".json"))
         return report if isinstance(report, dict) else {}

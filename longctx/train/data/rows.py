@@ -75,7 +75,8 @@ if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
 
 
 class Sight(NamedTuple):
-    """How `build_dataset` reads the pictures of records, for a vision-language model."""
+    """The way in which `build_dataset` reads the pictures of records, for a vision-language
+    model."""
 
     read: Callable[[], Pictures]
     """Reads the processor. It is called if there are pictures alone."""
@@ -85,7 +86,7 @@ class Sight(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptions:
-    """How `build_dataset` makes rows, beside the options of data."""
+    """Options of `build_dataset` besides those of data."""
 
     files: list[str] | None
     """Files, folders and globs to read; None: --dataset_name, or else the standard library."""
@@ -98,7 +99,7 @@ class RowOptions:
     rows: Rows = "text"
     """Whether rows hold documents of "text", or prompts with their answers: "pairs" or "rated"."""
     mismatched: bool = False
-    """Whether each answer gets another prompt's answer beside it."""
+    """Whether each answer is followed by another prompt's answer."""
     one_document: bool = False
     """Whether rows of text are not packed: each holds one document and has its length, or
     `seq_len` in a stream."""
@@ -107,7 +108,8 @@ class RowOptions:
     evaluates: bool = False
     """Whether a run evaluates the rows, for the line that is printed; else it trains on them."""
     sight: Sight | None = None
-    """How pictures are read, whose tokens are in the rows; None: records may name none."""
+    """The way in which pictures are read, whose tokens are in the rows; None: records may name
+    none."""
     config: PretrainedConfig | None = None
     """The model's configuration, which may name tokens of media."""
 
@@ -126,7 +128,7 @@ class _Origin:
     dataset: str | None
     """The name of the dataset; None for files."""
     identity: list[Any]
-    """What differs where the records do, for the names of the cache's files."""
+    """JSON values that differ if the records do, for the names of the cache's files."""
     records: Dataset | None = None
     """The records; None for files that need not be read if their rows are in the cache."""
     pictures: Pictures | None = None

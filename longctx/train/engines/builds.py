@@ -1,4 +1,4 @@
-"""Builds of DeepSpeed's C++ operators: one at a time, and a killed one stops nobody.
+"""Builds of DeepSpeed's C++ operators: one at a time, and a killed one stops no other.
 
 DeepSpeed compiles what it needs (CPU Adam, asynchronous I/O) on first use, through torch, which
 marks a build by a file that others wait for, silently and for ever if the builder was killed. So

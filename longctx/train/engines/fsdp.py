@@ -70,7 +70,7 @@ class FSDP2(Engine):
         super().prepare(flags)
         become_one_process()
         if self._offloads:
-            # As accelerate's launcher does: what lies on the host is summed by gloo, beside NCCL.
+            # As accelerate's launcher does: what lies on the host is summed by gloo, next to NCCL.
             os.environ["ACCELERATE_USE_FSDP"] = os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
 
     def check_device(self, *, use_cpu: bool) -> None:
@@ -194,11 +194,13 @@ class FSDP2(Engine):
         return f"{checkpoint} holds no {missing[0]} and cannot be resumed: start from another one"
 
     def checkpoint_copies(self, args: TrainArguments, dtype: torch.dtype) -> int:
-        """All three in fp32."""
+        """Returns the size of a checkpoint in copies of the weights: weights and both moments are
+        in fp32."""
         return 3 * (2 if args.bf16 or args.fp16 else 1)
 
     def whole_adapters(self, model: nn.Module) -> dict[str, Tensor]:
-        """On the mesh's device, where the exchange is: shards may lie on the host."""
+        """Gathers the adapters on the mesh's device, where the exchange is: shards may lie on the
+        host."""
         shards: dict[str, Any] = super().whole_adapters(model)
         return {
             name: shard.to(shard.device_mesh.device_type).full_tensor().cpu()

@@ -69,7 +69,7 @@ class Layout:
 
     @property
     def gradients_stand(self) -> bool:
-        """All of them are allocated from the beginning."""
+        """Whether all gradients are allocated from the beginning."""
         return False
 
     def standing(self, p: Parameters) -> Buffers:
@@ -89,22 +89,24 @@ class Layout:
         raise NotImplementedError
 
     def whole(self, numel: int) -> int:
-        """Bytes of so many gradients as backward makes them."""
+        """Returns the bytes of `numel` gradients as backward makes them."""
         return BF16 * numel
 
     def forward(self, p: Parameters) -> Buffers:
-        """Gathered while a layer's forward runs."""
+        """Returns what is gathered while a layer's forward runs."""
         return {}
 
     def loss(self, p: Parameters) -> Buffers:
         return {}
 
     def backward(self, p: Parameters, above: int) -> Buffers:
-        """While a layer's runs; `above` are the parameters of the block above."""
+        """Returns what is there while a layer's backward runs; `above` are the parameters of the
+        block above."""
         return {}
 
     def reducing(self, p: Parameters, numel: int) -> Buffers:
-        """While whole gradients of so many parameters, lm_head's or the embedding's, are summed."""
+        """Returns what is there while whole gradients of `numel` parameters, lm_head's or the
+        embedding's, are summed."""
         return {"whole gradients": BF16 * numel}
 
     def update(self, p: Parameters) -> Buffers:
@@ -115,7 +117,8 @@ class Layout:
         return 0
 
     def pending(self, p: Parameters) -> Pending:
-        """What the first step adds on the GPU, as a run counts it before: the ladder's room."""
+        """GPU bytes that the first step allocates beyond what is there when the search for what
+        layers keep runs."""
         raise NotImplementedError
 
     # --- seconds: bytes of one rank in a step --------------------------------------------------
@@ -158,8 +161,8 @@ def moments_bytes(numel: int, processes: int) -> int:
 
 
 def gathered_bytes(layers: int, output: int, trained: int) -> int:
-    """In 16-bit words: `layers` of the layer that runs and the next one, lm_head's (`output`), and
-    its gradient's (`trained`, none if it is frozen)."""
+    """Bytes of weights gathered in 16 bits: `layers` of the layer that runs and the next one,
+    lm_head's (`output`), and its gradient's (`trained`, none if it is frozen)."""
     return BF16 * (layers + output + trained)
 
 
@@ -203,7 +206,7 @@ class FullyShard(Layout):
         return self._gathered(p, p.layer)
 
     def loss(self, p: Parameters) -> Buffers:
-        """They stay until backward."""
+        """Returns what the loss gathers, which stays until backward."""
         return self._gathered(p, p.output)
 
     def backward(self, p: Parameters, above: int) -> Buffers:
@@ -448,8 +451,8 @@ def _elements(zero: Mapping[str, Any], key: str, default: int | None) -> Any:
 
 
 def is_true(option: str, settings: Mapping[str, Any], key: str) -> bool:
-    """What a file says under a key, false without it. Raises UserError for what is neither true nor
-    false: libraries take the word "false" for true."""
+    """Returns what a file says under a key, false without it. Raises UserError for what is neither
+    true nor false: libraries take the word "false" for true."""
     found = settings.get(key)
     if found is not None and not isinstance(found, bool):
         raise UserError(f"--{option}: {key} must be true or false, got {_shown(found)}")
@@ -461,8 +464,8 @@ def _shown(value: Any) -> str:
 
 
 def zero_layout(settings: Mapping[str, Any], processes: int, passes: int) -> Zero:
-    """Of DeepSpeed's settings. Raises UserError for stages and places that no plan knows, and for
-    values of the wrong kind."""
+    """Returns the layout of DeepSpeed's settings. Raises UserError for stages and places that no
+    plan knows, and for values of the wrong kind."""
     zero = _object(settings, "zero_optimization")
     stage = zero.get("stage", 0)
     if type(stage) is not int or stage not in (1, 2, 3):

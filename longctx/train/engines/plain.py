@@ -34,7 +34,7 @@ class Plain(Engine):
         return True
 
     def random_weights(self, device: torch.device, nbytes: int) -> AbstractContextManager[Any]:
-        """In host memory if they do not fit the device, where they may not stay."""
+        """Allocates random weights on the device if they fit, else in host memory."""
         fits = device.type != "cuda" or nbytes <= free_gpu_bytes(device)
         return torch.device(device if fits else "cpu")
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # it imports datasets
 
 
 class Engine(ABC):
-    """How weights, gradients and optimizer states are laid out over processes and memory."""
+    """Lays out weights, gradients and optimizer states over processes and memory."""
 
     name: ClassVar[str]
     shards_states: ClassVar[bool] = True
@@ -56,7 +56,7 @@ class Engine(ABC):
     shares_rows: ClassVar[bool] = False
     """Several processes may share each row."""
     hooks_layers: ClassVar[bool] = True
-    """It runs hooks around layers, which gather weights."""
+    """Whether it runs hooks around layers, which gather weights."""
     maps_optimizer: ClassVar[bool] = False
     """A checkpoint's optimizer is read by `torch.load`, which may map the file."""
     adapters: bool = False
@@ -73,7 +73,7 @@ class Engine(ABC):
         return None
 
     def layout(self, processes: int, passes: int) -> Layout | None:
-        """Where it keeps a model's bytes, by what it read; None where longctx's own optimizer
+        """Returns where it keeps a model's bytes, by what it read; None if longctx's own optimizer
         decides. Raises UserError for what no plan knows."""
         return None
 
@@ -167,7 +167,7 @@ class Engine(ABC):
         return False
 
     def random_weights(self, device: torch.device, nbytes: int) -> AbstractContextManager[Any]:
-        """Returns the context in which a preset's weights, of so many bytes, are made."""
+        """Returns the context in which a preset's weights are made, given their bytes."""
         return torch.device(device)
 
     @property

@@ -40,8 +40,8 @@ def asked_parallelism(given: Any | None) -> ParallelismConfig | None:
 
 
 def ranks_a_row(size: int, config: ParallelismConfig | None) -> int:
-    """What --sequence_parallel_size `size` and the configuration say together. Raises UserError
-    where they contradict each other; 1 says nothing."""
+    """Returns how many processes share a row, by --sequence_parallel_size `size` and the
+    configuration. Raises UserError where they contradict each other; 1 says nothing."""
     if config is None:
         return size
     theirs: int = config.cp_size * config.sp_size
@@ -55,7 +55,8 @@ def ranks_a_row(size: int, config: ParallelismConfig | None) -> int:
 
 
 def groups_of(size: int, processes: int) -> int:
-    """How many groups of `size` processes share rows. Raises UserError where some are left."""
+    """Returns how many groups of `size` processes share rows. Raises UserError if processes are
+    left over."""
     groups, rest = divmod(processes, size)
     if rest:
         raise UserError(

@@ -1,8 +1,8 @@
 """Where FSDP2 puts the gradients that it scatters.
 
 By default they lie in memory of the stream that scatters. torch's allocator lends none of it to
-another stream, so that they would take nobody's place and leave it to nobody: 16 GiB a GPU of
-Llama-3.1-8B on two, in which activations could be kept from forward to backward.
+another stream, so that they would take no other tensor's place and leave theirs to none: 16 GiB a
+GPU of Llama-3.1-8B on two, in which activations could be kept from forward to backward.
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ from longctx.train.safety.files import refuse_odd, refuse_run
 
 
 def read_config(source: ModelSource, *, makes_dense: bool = True) -> PretrainedConfig:
-    """The configuration of a pretrained model, without what its author chose for other machines.
-    `makes_dense` is its engine's answer (train/engines/protocol.py). Raises UserError for one that
-    is unreadable, or of a model that cannot be trained."""
+    """Returns the configuration of a pretrained model, without what its author chose for other
+    machines. `makes_dense` is its engine's answer (train/engines/protocol.py). Raises UserError for
+    one that is unreadable, or of a model that cannot be trained."""
     name, where = _pretrained(source)
     try:
         adapter = find_adapter_config_file(name)
@@ -57,7 +57,7 @@ def read_config(source: ModelSource, *, makes_dense: bool = True) -> PretrainedC
         raise
     except Exception as error:  # a file's values raise as many types as there are checks
         raise unreadable(source, error, "its config.json: ") from error
-    if adapter:  # transformers would put it into the model, whoever's that is
+    if adapter:  # transformers would put it into the model, whatever model it is of
         raise _is_adapter(source, Path(adapter).name)
     _check_values(source, config)
     if "gguf_file" not in where:
@@ -182,8 +182,8 @@ def made_dense(source: ModelSource, config: PretrainedConfig) -> str | None:
 
 
 def _generation(source: ModelSource, config: PretrainedConfig) -> GenerationConfig | None:
-    """None: transformers reads the model's own. Where it refuses to, training need not: a new one
-    takes its place, and it is said."""
+    """Returns the configuration of generation; None if transformers can read the model's own. If it
+    refuses to, training need not: a new one takes its place, and the run says so."""
     name, where = _pretrained(source)
     if "gguf_file" in where:
         return None
@@ -256,9 +256,9 @@ def forget_packed(model: Any) -> None:
 
 
 def weights_identity(source: ModelSource, config: PretrainedConfig) -> str | None:
-    """What tells a model's weights from others of the same configuration: the checksum of all its
-    files of weights, or a hub model's commit. None for a preset, whose seed decides them, and for a
-    hub model without a commit.
+    """Returns what tells a model's weights from others of the same configuration: the checksum of
+    all its files of weights, or a hub model's commit. None for a preset, whose seed decides them,
+    and for a hub model without a commit.
 
     Files are read once, which their loading then need not: 13 GB/s a thread from memory. The same
     weights cut into other files are others. Raises UserError for files that cannot be read.

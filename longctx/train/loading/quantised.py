@@ -64,7 +64,8 @@ def check(source: ModelSource, config: Any, *, makes_dense: bool = True) -> None
 
 
 def _check_kept(source: ModelSource, config: Any) -> None:
-    """The same of a checkpoint that is not made dense."""
+    """Raises UserError for a checkpoint that is not made dense and that cannot be read or
+    trained."""
     if holds_nf4(config) and config.model_type not in PREFIXES:
         if source.in_nf4:
             return

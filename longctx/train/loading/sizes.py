@@ -17,9 +17,10 @@ from transformers import PretrainedConfig
 from longctx.errors import UserError, shortened
 
 MOST_LAYERS = 512
-"""Each takes 10 ms even on the meta device; the deepest language models have about 130."""
+"""The most layers. Each takes 10 ms even on the meta device; the deepest language models have about
+130."""
 MOST_EXPERTS = 1 << 14
-"""Those of a layer; Doge's single columns are the most of any published model."""
+"""The most experts of a layer; Doge's single columns are the most of any published model."""
 LONGEST_CHUNK = 1 << 12
 """Tokens of a chunk of a mixer's scan, which transformers' code fills up to a whole one, with
 matrices of each two tokens of it: 16 times published ones."""

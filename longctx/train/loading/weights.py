@@ -2,7 +2,7 @@
 
 Files come from the model's own folder, or the hub's copy of it. No number in them is cast from
 integers, no weight of the model is left random, and no tensor of the files is left out: a scale
-that nobody multiplies by, a layer or a bias that the configuration does not have.
+that no module multiplies by, a layer or a bias that the configuration does not have.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WEIGHTS = (
 )
 """Names of weights, in the order in which transformers looks: one file, or an index of several."""
 _SAFE = ".safetensors"
-"""How a file's name ends that is no pickle; transformers looks at nothing else."""
+"""The ending of the name of a file that is no pickle; transformers looks at nothing else."""
 REWARD_HEAD = "score.weight"
 """The name of the head's weight in transformers' classifiers."""
 _NF4 = {
@@ -39,7 +39,7 @@ _NF4 = {
     "bnb_4bit_quant_storage": "uint8",
 }
 _FLOATS, _BYTES = ("F", "BF", "float", "bfloat"), ("U8", "uint8")
-"""How names of dtypes begin, in safetensors and in torch."""
+"""Beginnings of the names of dtypes, in safetensors and in torch."""
 _BUFFERS = re.compile(r"(^|\.)(inv_freq|position_ids|attn\.bias|attention\.bias|masked_bias)$")
 """Tensors of old checkpoints that models compute: frequencies of RoPE, positions, masks."""
 
@@ -109,7 +109,7 @@ def check_files(files: Sequence[Path], *, packed: bool = False) -> list[str]:
 
 
 def _dtypes(path: Path) -> Iterator[tuple[str, str]]:
-    """Each tensor's name and dtype, as its format spells it."""
+    """Yields each tensor's name and dtype, as its format spells it."""
     if path.suffix == _SAFE:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():
@@ -176,8 +176,9 @@ def refuse_partial(
 
 
 def _unread(model: Any, unexpected: Iterable[str]) -> Sequence[str]:
-    """Without buffers, and without heads where the task puts another on: of a language model
-    trained as a model of rewards, or the other way round."""
+    """Returns the tensors of the files that the model does not take, without buffers, and without
+    heads if the task puts another on: those of a language model trained as a model of rewards, or
+    the other way round."""
     names = [n for n in unexpected if n != REWARD_HEAD and not _BUFFERS.search(n)]
     if hasattr(model, REWARD_HEAD.partition(".")[0]):
         names = [n for n in names if n.startswith(f"{model.base_model_prefix}.")]
@@ -208,8 +209,8 @@ def unread_of_gguf(file: Path, model: Any) -> list[str]:
 
 
 def forget_tie(model: Any) -> None:
-    """Where lm_head is not the embedding, whatever the configuration said, both are saved, and the
-    configuration says so: other programs would put the embedding in lm_head's place."""
+    """If lm_head is not the embedding, whatever the configuration said, has both saved and the
+    configuration say so: other programs would put the embedding in lm_head's place."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or head.weight is embedding.weight:
         return

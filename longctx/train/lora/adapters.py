@@ -1,5 +1,5 @@
-"""Adapters on a model that train.py loads: r (I + O) numbers in fp32 for each map (O, I), of DoRA O
-more. Experts have one each, of the same rank; routers have none.
+"""Adapters on a model that `longctx train` loads: r (I + O) numbers in fp32 for each map (O, I), of
+DoRA O more. Experts have one each, of the same rank; routers have none.
 
 check_peft       a run needs PEFT; a plan counts shapes without it (shapes.py)
 check_lora       what the options name is in the model, before its weights are read
@@ -44,7 +44,7 @@ EXPERTS = "experts"
 _ENDS = ("embed_tokens", "lm_head")
 """The modules of a language model that `--lora_modules_to_save` may name."""
 _SCORE = "score"
-"""The head of a model of rewards, which PEFT always trains as a whole beside adapters."""
+"""The head of a model of rewards, which PEFT always trains as a whole together with adapters."""
 _OUT_PROJ = "out_proj"
 _READS_OUT_PROJ = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 """The types of models in which PEFT refuses an adapter on it, since mamba-ssm's kernels may read
@@ -204,7 +204,7 @@ def expert_stacks(model: Any) -> dict[str, nn.Parameter]:
 
 
 def adapted_stacks(model: Any, args: ModelArguments) -> dict[str, nn.Parameter]:
-    """Returns those that get adapters."""
+    """Returns the stacked expert parameters that get adapters."""
     targets = args.lora_targets or [ALL_LINEAR]
     return expert_stacks(model) if {ALL_LINEAR, EXPERTS} & {*targets} else {}
 
@@ -255,8 +255,8 @@ def _excluded(model: Any, vision: bool) -> str | None:
 
 
 def add_adapters(model: Any, args: ModelArguments) -> tuple[Any, str]:
-    """The same in a run, and a few words on it. Raises UserError where the schedule would leave the
-    model to Hugging Face's layers."""
+    """Returns the model of a run with its adapters, and a short line on them. Raises UserError
+    where the schedule would leave the model to Hugging Face's layers."""
     adapted = with_lora(model, args)
     if args.class_type == "custom":
         base = base_of(inside_peft(adapted))
@@ -282,8 +282,9 @@ def add_adapters(model: Any, args: ModelArguments) -> tuple[Any, str]:
 
 
 def save_config(model: Any, folder: Path) -> None:
-    """Beside an adapter the configuration that it was trained with: RoPE and positions may be other
-    ones than those of its model's files. Nothing for a whole model, which is saved with its own."""
+    """Saves the configuration that an adapter was trained with next to it: RoPE and positions may
+    be other ones than those of its model's files. Nothing for a whole model, which is saved with
+    its own."""
     base = inside_peft(model)
     if base is model:
         return

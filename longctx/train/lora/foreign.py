@@ -1,4 +1,4 @@
-"""A PEFT adapter that somebody else made, checked before the weights of its model are read.
+"""A PEFT adapter of unknown origin, checked before the weights of its model are read.
 
 read_adapter    adapter_config.json: LoRA, and nothing whose merged model would be another one
 check_resumed   the same of a checkpoint of adapters, whose run knows its own
@@ -50,8 +50,8 @@ _MERGED_AS_THEY_ARE = {
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
     *("ensure_weight_tying", "megatron_core"),
 }
-"""What a LoRA's configuration may say and merging takes into account. Anything else would make
-other layers (layer_replication), import a module (megatron_config), or belong to a variant that no
+"""Keys of a LoRA's configuration that merging takes into account. Anything else would make other
+layers (layer_replication), import a module (megatron_config), or belong to a variant that no
 weights hold (aLoRA, Arrow)."""
 _INITIAL = re.compile(
     r"gaussian|orthogonal|eva|olora|corda|loftq|lora_ga|pissa(_niter_\d{1,2})?", re.ASCII
@@ -83,7 +83,7 @@ def read_adapter(folder: Path) -> dict[str, Any]:
 
 
 def base_of_run(folder: Path) -> str | None:
-    """What the run that made the adapter recorded of its base's weights
+    """Returns what the run that made the adapter recorded of its base's weights
     (train/output/definition.py)."""
     manifest = read_manifest(folder)
     base = (manifest and manifest["run"] or {}).get("base")
@@ -180,7 +180,7 @@ def _rehearse(folder: Path, config: PretrainedConfig) -> tuple[int, dict[str, st
 
 
 _BEFORE_5 = "merge it with the transformers 4 and the PEFT that made it (merge_and_unload)"
-"""What to do with adapters of single experts that PEFT does not fold."""
+"""The way out for adapters of single experts that PEFT does not fold."""
 
 
 def _rows(found: Shapes, model: Any) -> list[int]:
@@ -213,7 +213,8 @@ def _lost_rows(held: Sequence[int], own: int, lora: Any, rows: int) -> str | Non
 
 def check_resumed(checkpoint: Path, adapted: Any) -> None:
     """Raises UserError for a checkpoint whose adapter is not that of the run: PEFT would leave what
-    is missing at its random beginning, and read adapters of folders within, whoever's they are."""
+    is missing at its random beginning, and read adapters of folders within, whatever adapters they
+    are."""
     import peft
     import torch
 
@@ -237,8 +238,8 @@ def check_resumed(checkpoint: Path, adapted: Any) -> None:
 
 
 def _misfit(found: Shapes, needed: Shapes, known: Shapes) -> str | None:
-    """What of an adapter's tensors has no place, or which place no tensor, in a few words; `known`
-    are the places that may have one."""
+    """Returns as a short reason which of an adapter's tensors has no place, or which place no
+    tensor; `known` are the places that may have one."""
     for names, what in (
         (needed.keys() - found.keys(), "its file lacks"),
         (found.keys() - known.keys(), "no module of the model takes"),

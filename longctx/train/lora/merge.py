@@ -145,8 +145,8 @@ def _check_base(adapter: Path, base: ModelSource, config: Any) -> None:
 
 
 def _check_tokens(adapter: Path, tokenizer: Any, base: ModelSource, rows: int) -> None:
-    """Raises UserError for a tokenizer beside the adapter with a token that its run added and whose
-    row is in no file. Some models' own tokenizers have tokens without a row."""
+    """Raises UserError for a tokenizer of the adapter's folder with a token that its run added and
+    whose row is in no file. Some models' own tokenizers have tokens without a row."""
     if tokenizer is None or (most := largest_id(tokenizer)) < rows:
         return
     with suppress(UserError):  # a model without a tokenizer
@@ -256,7 +256,7 @@ def _config(adapter: Path, base: ModelSource) -> Any:
 
 
 def _tokenizer(adapter: Path) -> Any:
-    """Reads the tokenizer that a run saved beside its adapter; None where it saved none."""
+    """Reads the tokenizer that a run saved next to its adapter; None if it saved none."""
     if not os.path.isfile(adapter / "tokenizer_config.json"):
         return None
     return read_tokenizer(str(adapter), remedy="remove its tokenizer's files, or get them again")

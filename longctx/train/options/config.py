@@ -58,7 +58,7 @@ def means_no(value: Any) -> bool:
 
 @dataclass(kw_only=True)
 class TrainArguments(TrainOptions, TrainingArguments):  # type: ignore[misc]
-    """All of `transformers.TrainingArguments`, with the options of ours."""
+    """All options of `transformers.TrainingArguments`, and those of longctx."""
 
     named: ClassVar[frozenset[str]] = frozenset()
     """The options that a command line or a recipe has named, defaults among them."""
@@ -106,8 +106,8 @@ _FILES = ("deepspeed", "fsdp_config", "accelerator_config")
 
 
 def read_settings(name: str, settings: Any) -> dict[str, Any]:
-    """What an option of settings holds: JSON or a dict, or for some the name of a file of JSON.
-    Raises UserError for anything else."""
+    """Returns what an option of settings holds: JSON or a dict, or for some the name of a file of
+    JSON. Raises UserError for anything else."""
     if not isinstance(settings, str) or (name in _FILES and means_no(settings)):
         return settings if isinstance(settings, dict) else {}
     is_file = _is_file(name, settings)
@@ -259,7 +259,7 @@ def parse_flags(
     if recipe := default_recipe if quick else recipe:
         values = _recipe_values(recipe, parser, actions)
         if "output_dir" in values and "output_dir" in named:
-            values.pop("overwrite_output_dir", None)  # which is about the folder beside it
+            values.pop("overwrite_output_dir", None)  # it is about the recipe's folder
         parser.set_defaults(**values)
     _refuse_unknown(parser, flags, {*actions, "config"})
     options = parser.parse_args(flags)

@@ -226,7 +226,7 @@ CONFLICTS = (
     *(*_ADAPTERS, *_LENGTH_AND_EVALUATION, *_TRAINING, *_TASKS, *_LAYERS_AND_PROCESSES),
     *_PARTS,
 )
-"""All rules, in the order in which they are tried: a run ends with the first line alone."""
+"""The rules, in the order in which they are tried: a run ends with the first line alone."""
 
 
 def conflicts(m: Any, d: Any, t: Any) -> Iterator[str]:

@@ -51,7 +51,7 @@ NOT_OURS: dict[str, str] = {
 
 
 def given(options: Any) -> dict[str, Any]:
-    """The fields of a dataclass that do not have their defaults."""
+    """Returns the fields of a dataclass that do not have their defaults."""
     found = {}
     for field in fields(options):
         default = field.default if field.default_factory is MISSING else field.default_factory()
@@ -110,7 +110,8 @@ def words_of(value: Any) -> Iterator[str]:
 
 
 def _is_text(word: str) -> bool:
-    """Not for a name in bytes that are no UTF-8, which JSON, Arrow and safetensors cannot hold."""
+    """Whether a word is text. A name in bytes that are no UTF-8 is not, and JSON, Arrow and
+    safetensors cannot hold it."""
     try:
         word.encode()
     except UnicodeEncodeError:

@@ -125,10 +125,11 @@ OF_TRANSFORMERS: dict[str, About] = {
     **_ranks("ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph", _RANKS),
     **_of("", "split_batches dispatch_batches even_batches", ROWS),  # accelerator_config's
 }
-"""Some are in some versions of transformers only."""
+"""Facts about transformers' options, by name; some options are in some versions of transformers
+only."""
 
 
 def about(option: Field[Any]) -> About:
-    """What is known of the option behind a field, ours or theirs."""
+    """Returns the facts about the option behind a field, longctx's or transformers'."""
     known: About = option.metadata.get("about") or OF_TRANSFORMERS.get(option.name, About())
     return known

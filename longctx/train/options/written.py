@@ -14,7 +14,7 @@ from typing import Any
 from longctx.train.options.presets import PRESETS
 
 LENGTH = "as 131072, 128k or 1M"
-"""How lengths may be written, for the help."""
+"""Examples of lengths as they may be written, for the help."""
 _UNITS = {"k": 1024, "m": 1024**2}
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32"}
 

@@ -2,7 +2,7 @@
 
 The card says what run.json and the logged lines say, without this machine's paths: a folder or file
 is given by its last name. The front matter holds what a hub knows by name (a base model or a data
-set of a local folder is in the text alone), and no license, which nobody has told us.
+set of a local folder is in the text alone), and no license, which is unknown.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _LOADERS = {
     "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
     "ForConditionalGeneration": ("AutoModelForImageTextToText", "image-text-to-text"),
 }
-"""How a class ends -> transformers' auto class, and the hub's name of what the model does."""
+"""Maps the ending of a class's name to transformers' auto class and the hub's name of what the
+model does."""
 _TITLES = {
     "sft": "fine-tuned",
     "simpo": "trained by SimPO",
@@ -231,7 +232,7 @@ def write_card(card: str, folder: Path, published: Path) -> None:
 
 
 def _by_hand(folder: Path) -> bytes | None:
-    """What a person has made of a folder's card; None where it is as it was saved, or there is
+    """Returns a folder's card if it was edited by hand; None if it is as it was saved, or there is
     none."""
     path = folder / CARD
     if path.is_symlink() or not path.is_file():

@@ -21,13 +21,13 @@ from longctx.train.output.manifest import read_manifest
 OPTIONS = tuple(
     name for kind in (ROWS, NUMBERS) for name, known in ABOUT.items() if known.resume is kind
 )
-"""Those that decide which rows are trained, and which numbers come out. --reference and --teacher
+"""Options that decide which rows are trained, and which numbers come out. --reference and --teacher
 are recorded by their weights."""
 APPLIED = tuple(name for name, known in ABOUT.items() if known.resume is Resume.APPLIED)
 DATA, MODEL, BASE, PROCESSES = "data", "model", "base", "num_processes"
 REFERENCE, TEACHER, PICTURES = "reference", "teacher", "pictures"
 NAMES = (*OPTIONS, DATA, PICTURES, MODEL, BASE, REFERENCE, TEACHER, PROCESSES)
-"""What `--allow_changed` takes."""
+"""Names that `--allow_changed` takes."""
 
 _WEIGHTS = {
     BASE: "the frozen weights",
@@ -38,7 +38,7 @@ _WEIGHTS = {
 _ROWS = {"seq_len", "long_documents", "seed", "max_samples", "eval_share"}
 """Other values give other rows from the same data."""
 _NO_MODEL = {"transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache"}
-"""What a config.json says besides what the model computes."""
+"""Keys of a config.json that do not decide what the model computes."""
 RunDefinition = dict[str, Any]
 
 
@@ -66,8 +66,8 @@ def define(
             run[name] = plain(getattr(owner, name))
     run |= {"dtype": str(dtype), DATA: data, PROCESSES: num_processes}
     run[MODEL] = {k: plain(v) for k, v in model.items() if k not in _NO_MODEL}
-    beside = {BASE: base, REFERENCE: reference, TEACHER: teacher, PICTURES: pictures}
-    return run | {name: value for name, value in beside.items() if value is not None}
+    weights = {BASE: base, REFERENCE: reference, TEACHER: teacher, PICTURES: pictures}
+    return run | {name: value for name, value in weights.items() if value is not None}
 
 
 def check_same_run(
@@ -140,13 +140,13 @@ def _recorded(checkpoint: Path) -> RunDefinition | None:
 
 
 def applied(run: RunDefinition) -> set[str]:
-    """What may change without being asked for."""
+    """Returns the options that may change without being asked for."""
     on_plateau = run.get("lr_scheduler_type") == "reduce_lr_on_plateau"
     return set(APPLIED) - ({"learning_rate"} if on_plateau else set())
 
 
 def differences(before: RunDefinition, now: RunDefinition) -> dict[str, str]:
-    """Name -> `name 64 -> 128`, of what both record."""
+    """Returns, by name, `name 64 -> 128` for what both record and differs."""
     found = {
         name: f"{name} {_shown(before[name])} -> {_shown(now[name])}"
         for name in (*OPTIONS, PROCESSES, *APPLIED)
@@ -173,7 +173,7 @@ def _shown(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """As JSON gives it back."""
+    """Returns a value as JSON gives it back."""
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -56,8 +56,8 @@ def write_record(folder: Path, record: Record, *, resumed: bool) -> None:
 
 
 def read_record(folder: Path) -> Record | None:
-    """None where there is none that can be read: an earlier version ran, or it is damaged. Values
-    may be of any type."""
+    """Reads the record of a run; None if there is none or it is damaged: an earlier version wrote
+    none. Values may be of any type."""
     try:
         found = read_json(folder / RECORD)
     except (OSError, ValueError, RecursionError):
@@ -66,7 +66,7 @@ def read_record(folder: Path) -> Record | None:
 
 
 def machine(device: Any, processes: int) -> dict[str, Any]:
-    """What a run on this device has, without the machine's name."""
+    """Returns the hardware that a run on this device has, without the machine's name."""
     import psutil
     import torch  # not above: `longctx report` reads records without it
 
@@ -97,7 +97,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware(machine: Mapping[str, Any]) -> str:
-    """A machine in a few words."""
+    """Returns a short description of a machine."""
     host = f"{machine.get('cores')} cores ({machine.get('cpu')}), {machine.get('host_gib')} GiB RAM"
     if "gpu" not in machine:
         return f"no GPU, {host}"

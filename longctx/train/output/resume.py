@@ -85,7 +85,8 @@ def _last_whole(output_dir: Path) -> Path:
 
 
 def integrity_problem(checkpoint: Path) -> str | None:
-    """Says what is missing or damaged in a checkpoint, in a few words; None for a whole one."""
+    """Returns as a short reason what is missing or damaged in a checkpoint; None for a whole
+    one."""
     try:
         global_step(checkpoint)
         check_files(checkpoint)
@@ -141,14 +142,14 @@ def _is_state(state: TrainerState) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Or nothing."""
+    """Whether a value of a state is a number that fits in 64 bits, or None."""
     return value is None or type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
 def best_checkpoint(resume: Path, output_dir: Path) -> Path | None:
-    """The checkpoint that the state of `resume` names as its best, by the last part of its name, in
-    the run's folder or beside `resume`: folders are moved, and a state may name any folder. None
-    where it names none, or one that is not there, which is said. Raises Damaged."""
+    """Returns the checkpoint that the state of `resume` names as its best, by the last part of its
+    name, in the run's folder or next to `resume`: folders are moved, and a state may name any
+    folder. None where it names none, or one that is not there, which is said. Raises Damaged."""
     named = read_state(resume).best_model_checkpoint
     if named is None:
         return None
@@ -246,7 +247,7 @@ Options = Sequence[Mapping[str, Any]]
 
 
 def group_options(optimizer: Any) -> list[dict[str, Any]]:
-    """What the options of this run ask of each group of parameters."""
+    """Returns what the options of this run ask of each group of parameters."""
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
 
 
@@ -254,8 +255,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 def check_states(optimizer: Any, scheduler: Any) -> None:
-    """After a checkpoint's states were read: raises ValueError for numbers of steps that are none,
-    and for moments that are no tensors, which would end the run in its first step or later."""
+    """Called after a checkpoint's states were read. Raises ValueError for numbers of steps that are
+    none, and for moments that are no tensors, which would end the run in its first step or
+    later."""
     exact = getattr(optimizer, "steps", None)  # whose moments were checked as they were read
     counts = [getattr(scheduler, "last_epoch", 0), *(exact or {}).values()]
     for states in optimizer.state.values() if exact is None else ():
@@ -269,8 +271,8 @@ def check_states(optimizer: Any, scheduler: Any) -> None:
 
 
 def apply_options(optimizer: Any, asked: Options, checkpoint: Path) -> None:
-    """After a checkpoint's states were read: options come from this run, states from the checkpoint
-    (torch takes both from there).
+    """Called after a checkpoint's states were read: options come from this run, states from the
+    checkpoint (torch takes both from there).
 
     Raises UserError where the checkpoint's optimizer is of another kind, or has no states.
     """

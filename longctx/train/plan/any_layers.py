@@ -65,7 +65,7 @@ class AnyLayers:
         return self.device or torch.device("cpu")
 
     def why_unknown(self, sizes: Sizes) -> str | None:
-        """Returns why nobody knows what a layer takes; None if it was measured, or is counted."""
+        """Returns why the cost of a layer is unknown; None if it was measured or counted."""
         if self.device is None:
             return None if self.counts else ELSEWHERE
         found = self._measured(sizes)

@@ -26,14 +26,15 @@ from longctx.constants import GIB
 from longctx.cost.machines import Machine
 from longctx.errors import UserError
 from longctx.train.engines.layout import FullyShard, Zero
-from longctx.train.plan.predict import Plan, Run, Subject, longest, plan
+from longctx.train.plan.predict import Plan, longest, plan
 from longctx.train.plan.shortage import least_host_gib
+from longctx.train.plan.subject import Run, Subject
 
 MOST = 5
-"""At most so many changes of flags alone are shown."""
+"""The most changes of flags alone that are shown."""
 HOST_STEP_GIB = 8
 RANK = 16
-"""Of the adapters that are tried."""
+"""The rank of the adapters that are tried."""
 GPUS = (2, 4, 8)
 FSDP2 = "--fsdp true --fsdp_config fsdp2"
 ZERO3 = "--deepspeed zero3_cpu"
@@ -97,7 +98,8 @@ class _Search:
 
     @cached_property
     def flags(self) -> list[Options]:
-        """What a way out may need besides: nothing, what decides by itself, or all flags."""
+        """Returns the flags that a way out may need besides: none, those that decide by themselves,
+        or all."""
         decided = {n: to for n, to in self.all_at_once.items() if to in ("auto", None)}
         return [{}, decided, self.all_at_once]
 
@@ -129,13 +131,13 @@ class _Search:
         """LoRA and QLoRA, as far as the run has them not yet."""
         model = self.run.model
         # each GPU has a copy of its own
-        beside: Options = {"engine": None, "sequence_parallel_size": 1}
+        more: Options = {"engine": None, "sequence_parallel_size": 1}
         if not model.schedules and self.subject.known:
-            beside |= _SCHEDULE
-        lora = [{**beside, "lora_r": RANK}] if model.lora_r is None else []
+            more |= _SCHEDULE
+        lora = [{**more, "lora_r": RANK}] if model.lora_r is None else []
         if lora and self.run.gpus > 1 and self.run.engine is not None:
             lora = [{"lora_r": RANK}, *lora]
-        packed = {**beside, "lora_r": model.lora_r or RANK, "quantize": "nf4"}
+        packed = {**more, "lora_r": model.lora_r or RANK, "quantize": "nf4"}
         takes = model.quantize == "none" and self.subject.takes_nf4
         return [*lora, packed] if takes else lora
 
@@ -159,7 +161,8 @@ class _Search:
         return ours and run.exact and whole and run.task == "sft"
 
     def these_gpus(self) -> Iterator[Change]:
-        """What the GPUs that are there can do together, or the most of them that can."""
+        """Yields the changes by which the GPUs that are there, or the most of them that can, hold
+        the run together."""
         gpus = self.run.gpus
         if gpus == 1:
             return

@@ -4,7 +4,7 @@ train/engines/layout.py declares the bytes of each rank. Here they become part o
 beside the model's layers, and of the budgets from which a run's ladder is chosen: what is free when
 training begins, and what the first step adds.
 
-The seconds are those of one rank. They count the exchanges beside which nothing is computed:
+The seconds are those of one rank. They count the exchanges during which nothing is computed:
 
     gathers    B (n - 1) / n bytes come over the links between GPUs, one layer ahead. The gathers of
                the embedding, the first of forward, and of lm_head are waited for.

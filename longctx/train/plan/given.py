@@ -1,4 +1,4 @@
-"""A plan as a file: `longctx plan --json` writes it, `train.py --plan` runs it.
+"""A plan as a file: `longctx plan --json` writes it, `longctx train --plan` runs it.
 
 The file's part `plan` holds what the run must be (`run`: options by name; `model`: dimensions) and
 what was decided: budgets in bytes, what each layer keeps and where, how the work is cut, and the
@@ -26,7 +26,8 @@ from longctx.memory.place import KINDS, Place
 from longctx.memory.states import BlockSpec
 from longctx.runtime.costs import StepTable
 from longctx.train.options.recipe import read_text
-from longctx.train.plan.predict import Plan, Run
+from longctx.train.plan.predict import Plan
+from longctx.train.plan.subject import Run
 
 FORMAT, OF_ONE_KIND = 4, 3
 """The version that is written, and the last one whose layers were all of one kind."""
@@ -36,12 +37,12 @@ OPTIONS = (
     *("parts", "lora_r", "lora_targets", "lora_modules_to_save", "use_dora", "quantize", "task"),
     "train_vision",
 )
-"""Of a run, which a plan is for."""
+"""Options of the run that a plan is for."""
 DIMENSIONS = ("layers", "hidden", "vocab")
 OF_KIND = ("intermediate", "heads", "kv_heads", "head_dim")
 """The dimensions of a kind of layers that plans of any version have."""
 NAMED = (*OF_KIND, "window")
-"""Those that are written."""
+"""The options that are written."""
 
 
 class PlannedImages(NamedTuple):
@@ -77,7 +78,7 @@ class Given:
     graphs: bool
     """Whether layers run as CUDA graphs, where the run may have them."""
     images: PlannedImages | None = None
-    """None where rows were planned with text alone."""
+    """The images of rows; None if rows were planned with text alone."""
     tower_on_gpu: bool = True
     """Whether the weights of what sees images, where it is frozen, stay on the GPU."""
 

@@ -52,7 +52,7 @@ ATTENTION_S = 0.4
 
 
 class Gpu(NamedTuple):
-    """What CUDA reports of a GPU."""
+    """The figures that CUDA reports of a GPU."""
 
     device: torch.device
     name: str
@@ -129,7 +129,7 @@ def measured_machine(gpu: Gpu, measured: Measured) -> Machine:
         attention={**longest, "cudnn": torchs},  # with Hugging Face's layers torch takes what runs
         memory_bytes=measured.memory_bytes,
         link_bytes=measured.link.both,
-        peer_bytes=profile.peer_bytes if profile else None,  # nobody else runs to be asked
+        peer_bytes=profile.peer_bytes if profile else None,  # no other process runs here
         shared_link=profile.shared_link if profile else 1.0,
         measured=True,
         here=True,

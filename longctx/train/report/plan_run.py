@@ -14,7 +14,7 @@ from longctx.train.engines.rows import groups_of, ulysses
 from longctx.train.options.config import ModelArguments, TrainArguments
 from longctx.train.options.exact_states import uses_exact_states
 from longctx.train.options.pixels import pixels_of
-from longctx.train.plan.predict import DTYPE, Run
+from longctx.train.plan.subject import DTYPE, Run
 
 MOST_GPUS = 1024
 MOST_TOKENS, MOST_ROWS = 1 << 34, 1 << 20

@@ -28,9 +28,9 @@ PARTS = {
 }
 """The parts of a step's seconds, in words."""
 OF_SOME = ("layers", "images")
-"""Those that not every step has."""
+"""Names of times that not every step has."""
 Lines = list[tuple[str, str]]
-"""What it is, and its value."""
+"""Lines of a plan: what each is, and its value."""
 
 
 def show(result: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ def _while_read(result: dict[str, Any]) -> str:
 
 
 def _range(row: dict[str, Any], key: str) -> str:
-    """One figure where rates were measured, else two; none where nobody knows."""
+    """Returns one figure if rates were measured, else two; none if it is unknown."""
     if f"{key}_low" not in row:
         return "?"
     ends = dict.fromkeys(_figure(row[f"{key}_{end}"]) for end in ("low", "high"))

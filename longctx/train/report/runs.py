@@ -34,7 +34,7 @@ class Run:
     record: dict[str, Any]
     """The contents of run.json; empty without one."""
     options: dict[str, Any]
-    """Those that are known, by name."""
+    """The options that are known, by name."""
 
     def series(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of every line that has `key` as a number."""

@@ -39,7 +39,7 @@ VET_S, VET_BYTES = 120.0, 512 << 20
 
 def odd_entry(folder: Path) -> str | None:
     """The first thing in the folder, at any depth, that is neither file nor folder, nor a link to
-    one; a link to nothing is not odd, and nobody looks into hidden folders. None where there is
+    one; a link to nothing is not odd, and hidden folders are not looked into. None where there is
     none."""
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -48,14 +48,14 @@ def odd_entry(folder: Path) -> str | None:
             try:
                 mode = os.stat(path).st_mode
             except OSError:
-                continue  # a link to nothing or to itself, which nobody can open
+                continue  # a link to nothing or to itself, which cannot be opened
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 return os.path.relpath(path, folder)
     return None
 
 
 def refuse_run(name: str, folder: Path) -> None:
-    """Raises UserError for a run's folder in the place of the model that it holds."""
+    """Raises UserError for a run's folder that is given instead of the model that it holds."""
     if os.path.isfile(folder / "final" / "config.json") and not (folder / "config.json").exists():
         raise UserError(f"{name} is the folder of a run: its model is in {Path(name, 'final')}")
 
@@ -124,9 +124,9 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def tensor_problem(folder: Path, torch_files: Sequence[str] = TORCH_FILES) -> str | None:
-    """What is wrong with a file of tensors in the folder itself, in a few words, if reading it
-    would take memory without bound; None for all others, damaged ones among them. Torch's files
-    (patterns of names) are read in a child with limits."""
+    """Returns as a short reason what is wrong with a file of tensors in the folder itself, if
+    reading it would take memory without bound; None for all others, damaged ones among them.
+    Torch's files (patterns of names) are read in a child with limits."""
     for path in sorted(folder.glob("*.safetensors")):
         if MOST_HEADER_BYTES < (size := _header_bytes(path)) < path.stat().st_size:
             return f"{path.name} says that its header has {size} bytes"
@@ -147,7 +147,7 @@ def _header_bytes(path: Path) -> int:
         with open_regular(path) as file:
             return int.from_bytes(file.read(8), "little")
     except OSError:
-        return 0  # whoever reads it says why
+        return 0  # reading it will say why
 
 
 def _vet(paths: Sequence[Path]) -> str | None:

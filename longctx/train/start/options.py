@@ -73,8 +73,8 @@ _COMPARES = ("dpo", "kto", "orpo", "cpo", "simpo")
 def parse_planned(
     argv: Sequence[str],
 ) -> tuple[ModelArguments, DataArguments, TrainArguments, Engine]:
-    """The same for a run that is not started here, nor its engine: options are made as without one,
-    so that no process group is opened. Raises UserError."""
+    """Parses the options of a run that is not started here, nor its engine: they are made as
+    without an engine, so that no process group is opened. Raises UserError."""
     flags = parse_flags(argv)
     engine = choose_engine(flags)
     engine.read(flags)
@@ -175,8 +175,8 @@ def _batches(args: TrainArguments, kind: str, rows: Sized) -> int:
 
 
 _REHEARSED = ("optim", "adam_", "learning_rate", "weight_decay", "lr_scheduler", "warmup")
-"""How the names begin of options that optimizer and schedule are made by. With their defaults any
-number of steps has both."""
+"""Beginnings of the names of options by which optimizer and schedule are made. With their defaults
+any number of steps has both."""
 
 
 def rehearse(args: TrainArguments, steps: int) -> None:

@@ -39,7 +39,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 class Batches(NamedTuple):
-    """How a run makes batches of its packed rows."""
+    """Functions by which a run makes batches of its packed rows."""
 
     collate: Callable[[Rows], dict[str, Tensor]]
     read: Callable[[str, Any], Any]

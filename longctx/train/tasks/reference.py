@@ -45,13 +45,13 @@ PART_ROWS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class ReferencePass:
-    """How the log-probabilities of rows are computed, and where they are kept."""
+    """Computes the log-probabilities of rows, and keeps them in a file."""
 
     score: Callable[[Batch], Tensor]
     """A batch to the log-probability of each of its answers, (A,); runs without gradients."""
     collate: Callable[[Sequence[dict[str, Any]]], Batch]
     identity: Any
-    """Whatever the numbers depend on beside the rows, as JSON."""
+    """Whatever the numbers depend on besides the rows, as JSON."""
     read: Callable[[str, Dataset], Any] = lambda what, rows: rows.with_format("numpy")
     """Makes what `collate` gets rows from of a dataset, given what it is for."""
     sees: bool = False

@@ -76,8 +76,8 @@ class CheckpointTrainer(TaskTrainer):
     def _init_training_state(
         self, max_steps: int, per_epoch: int, epochs: int, resume: str | None, trial: Any
     ) -> Any:
-        """How often to log, save and evaluate, with which callbacks, and where the best checkpoint
-        lies, is this run's to say, not the checkpoint's."""
+        """Takes how often to log, save and evaluate, the callbacks, and the best checkpoint's place
+        from this run instead of the checkpoint."""
         rehearse_save(self)  # Trainer has changed the configuration for the tokenizer by now
         best = None
         if resume is not None and Path(resume, STATE).exists():
@@ -136,7 +136,7 @@ class CheckpointTrainer(TaskTrainer):
 
     @contextmanager
     def _swept(self, staging: Path) -> Iterator[None]:
-        """What is still there when a save is over, however it ended, was not published."""
+        """Removes the staging folder when a save is over: what is still in it was not published."""
         try:
             yield
         finally:
@@ -195,8 +195,8 @@ class CheckpointTrainer(TaskTrainer):
     @overrides
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Raises UserError for weights that a checkpoint lacks, which would stay what they were
-        before; transformers only warns. A weight of two names needs one, and of the other nothing
-        is said."""
+        before; transformers only warns. A tied weight needs only one of its names in the
+        checkpoint."""
         model: Any = self.model
         weights = dict(model.named_parameters(remove_duplicate=False))
         missing = {*load_result.missing_keys} & weights.keys()

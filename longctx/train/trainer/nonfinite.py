@@ -50,7 +50,7 @@ class NonFinite:
     steps_itself: bool = False
     """The engine's optimizer runs in backward (DeepSpeed): nothing can be skipped or run again."""
     task: Task | None = None
-    """What is trained for; None: the model's own loss."""
+    """The task of the run; None for the model's own loss."""
     _in_a_row: int = 0
     _batches: list[Batch] = field(default_factory=list)
     _losses: list[Tensor] = field(default_factory=list)
@@ -130,8 +130,8 @@ def explain(
     broken: Callable[[], str | None] | None = None,
     task: Task | None = None,
 ) -> str:
-    """Where the numbers went wrong, in one line. Every process must call it; gradients are lost.
-    `again`: backward may be run once more. `broken` names the first broken gradient instead.
+    """Returns where the numbers went wrong, in one line. Every process must call it; gradients are
+    lost. `again`: backward may be run once more. `broken` names the first broken gradient instead.
 
     Processes do the same work and share each finding: a sharded model runs in all or in none.
     """
@@ -304,7 +304,7 @@ def _names_of(numbers: list[int], names: Names) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """Without what DDP and DeepSpeed put before a name."""
+    """Returns a name without what DDP and DeepSpeed put before it."""
     return name.removeprefix("module").removeprefix(".")
 
 

@@ -46,7 +46,7 @@ def trained_ends(rows: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def _first(rows: Any) -> Iterable[dict[str, Any]]:
     if isinstance(rows, Dataset) and rows.format["type"] != "custom":  # a transform may want all
-        # Columns of all rows at once: one by one, with columns that nobody reads, 256 rows take
+        # Columns of all rows at once: one by one, with columns that are not read, 256 rows take
         # half a second.
         columns = [name for name in rows.column_names if name in COLUMNS]
         shown = rows.select_columns(columns)[:ROWS]

@@ -1,4 +1,4 @@
-"""Trainer whose loss is that of a task (longctx/train/tasks), beside the losses that models have.
+"""Trainer whose loss is that of a task (longctx/train/tasks), or the loss that the model has.
 
 A step's loss is the sum over its items (pairs, answers) by their number in the whole step, over
 all batches and processes: an item counts as much wherever it lies. TRL takes the mean of the
@@ -122,7 +122,8 @@ class TaskTrainer(ExactTrainer):
 
     @overrides
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's, but the loss is the mean over all tokens, on any number of processes.
+        """Evaluates as Trainer does, but with the mean over all tokens as loss, on any number of
+        processes.
 
         Trainer takes the mean of the rows' means, which weights a token of a short row more, and
         differs with the number of processes.

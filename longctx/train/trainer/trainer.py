@@ -297,7 +297,7 @@ class LongTrainer(CheckpointTrainer):
         return grad_norm
 
     def _may_begin_update(self, norm: Any) -> bool:
-        """Whether nobody acts between a step's norm and its update, which may then be launched
+        """Whether nothing acts between a step's norm and its update, which may then be launched
         before the host has waited for the norm."""
         alone = self.exact is not None and self.args.world_size == 1 and self.exact.can_begin
         if not alone or not isinstance(norm, Tensor):

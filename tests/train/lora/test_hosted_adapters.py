@@ -29,7 +29,8 @@ from longctx.runtime.runtime import patched_part
 from longctx.train.lora.adapters import add_adapters
 from longctx.train.lora.quantise import quantise_
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Plan, Run, Subject, plan
+from longctx.train.plan.predict import Plan, plan
+from longctx.train.plan.subject import Run, Subject
 from longctx.train.start.loading import load_config
 
 peft = pytest.importorskip("peft")

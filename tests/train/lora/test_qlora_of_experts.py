@@ -31,7 +31,7 @@ from longctx.train.lora import quantised_reading
 from longctx.train.lora.adapters import add_adapters, check_lora, expert_stacks
 from longctx.train.lora.quantise import check_experts, quantise_, quantise_shapes_, round_to_nf4_
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Run, Subject
+from longctx.train.plan.subject import Run, Subject
 from longctx.train.start.loading import load_config, load_model
 
 peft = pytest.importorskip("peft")

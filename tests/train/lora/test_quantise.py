@@ -18,7 +18,8 @@ from longctx.train.lora import quantise, quantised_reading
 from longctx.train.lora.nf4 import in_nf4, move_
 from longctx.train.lora.quantise import leave_waiting_, quantise_, quantised_loading
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Run, Subject, plan
+from longctx.train.plan.predict import plan
+from longctx.train.plan.subject import Run, Subject
 from longctx.train.start.loading import load_config
 
 CPU, META = torch.device("cpu"), torch.device("meta")

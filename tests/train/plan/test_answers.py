@@ -8,7 +8,8 @@ import pytest
 from longctx.cost.named import machine_named
 from longctx.errors import UserError
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Run, Subject, plan
+from longctx.train.plan.predict import plan
+from longctx.train.plan.subject import Run, Subject
 from longctx.train.report.plan_run import with_answers
 from longctx.train.report.predicted import equal_tokens
 from longctx.train.start.loading import load_config

@@ -19,7 +19,8 @@ from longctx.errors import UserError
 from longctx.runtime.peers import peer_sizes
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan.measure import gpu_here
-from longctx.train.plan.predict import DTYPE, Plan, Run, Subject, plan
+from longctx.train.plan.predict import Plan, plan
+from longctx.train.plan.subject import DTYPE, Run, Subject
 from longctx.train.report import plan as command
 from longctx.train.report.plan_numbers import Answer, as_json
 from longctx.train.report.plan_text import figures

@@ -28,7 +28,8 @@ from longctx.train.engines.layout import (
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan import engines as planned_engines
 from longctx.train.plan.engines import ShardedStates, averaged, exchanged, shared_rows
-from longctx.train.plan.predict import Plan, Run, Subject, plan
+from longctx.train.plan.predict import Plan, plan
+from longctx.train.plan.subject import Run, Subject
 from longctx.train.start.loading import load_config
 
 H200 = MACHINES["h200"]

@@ -15,9 +15,10 @@ from longctx.errors import UserError
 from longctx.memory.decide import decide_as_given
 from longctx.memory.place import Place
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan import predict
 from longctx.train.plan.given import Given, read_given, written
-from longctx.train.plan.predict import Plan, Run, Subject, plan
+from longctx.train.plan.predict import Plan, plan
+from longctx.train.plan.step import step_of
+from longctx.train.plan.subject import Run, Subject
 
 SUBJECT = Subject(tiny_config(num_hidden_layers=4))
 
@@ -72,9 +73,7 @@ def test_layers_run_as_graphs_where_the_plan_says_so(tmp_path, asked) -> None:
     read = read_given(file_of(found, tmp_path / "plan.json"))
     for graphs in (True, False):  # as this run may have them
         step = read.step(
-            replace(
-                predict._step(SUBJECT, run(), MACHINES["rtx-4090"], found.backend), graphs=graphs
-            )
+            replace(step_of(SUBJECT, run(), MACHINES["rtx-4090"], found.backend), graphs=graphs)
         )
         specs, places = found.decision.specs, read.places
         again = decide_as_given(specs, read.budget, accumulates=False, step=step, places=places)

@@ -25,9 +25,10 @@ from longctx.runtime.peers import peer_kind
 from longctx.settings import FUSED, PARTS, TaskName
 from longctx.train.lora.adapters import with_lora
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan import predict
 from longctx.train.plan.changes import changes
-from longctx.train.plan.predict import Plan, Run, Subject, plan
+from longctx.train.plan.predict import Plan, plan
+from longctx.train.plan.step import step_of
+from longctx.train.plan.subject import Run, Subject
 from longctx.train.report.plan_numbers import Answer, as_json
 from longctx.train.report.plan_text import figures, title_of
 from longctx.train.start.loading import load_config
@@ -78,7 +79,7 @@ def test_a_run_puts_states_where_its_plan_does(monkeypatch, kind, tokens, task) 
 def test_a_run_counts_the_loss_of_its_task_as_its_plan_does(task, ranks) -> None:
     """Of answers' log-probabilities, or of a row's labels; two ranks of a row have half of each."""
     subject, request = eight_layers(), run(32768, task=task, sequence_parallel_size=ranks)
-    planned = predict._step(subject, request, MACHINE, "cudnn").batch
+    planned = step_of(subject, request, MACHINE, "cudnn").batch
     assert (planned.scored is None) == (task in ("sft", "distill"))
     options = ModelArguments(seq_len=32768).patch_options
     patch_custom(model := subject.model, options, torch.device("meta"))

@@ -14,7 +14,8 @@ from longctx.images.image_sizes import image_of
 from longctx.train.options.config import ModelArguments
 from longctx.train.options.pixels import MOST_PIXELS, pixels_of
 from longctx.train.plan.given import read_given
-from longctx.train.plan.predict import Run, Subject, longest, plan
+from longctx.train.plan.predict import longest, plan
+from longctx.train.plan.subject import Run, Subject
 from longctx.train.report.plan import main
 from longctx.train.start.loading import load_config
 

@@ -26,8 +26,9 @@ from longctx.runtime.peer_costs import COUNTED
 from longctx.runtime.peers import peer_sizes
 from longctx.train.lora.adapters import with_lora
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan import predict
-from longctx.train.plan.predict import Run, Subject, plan
+from longctx.train.plan import subject
+from longctx.train.plan.predict import plan
+from longctx.train.plan.subject import Run, Subject
 from longctx.train.start.loading import load_config
 
 RESULTS = Path(__file__).parents[3] / "profiling" / "results"
@@ -122,7 +123,7 @@ def test_a_plan_without_peft_counts_pefts_adapters(targets, monkeypatch) -> None
     run = Run(model=args)
     config = family_config("qwen3_moe")
     shapes = Subject(config, args).sizes(run)
-    monkeypatch.setattr(predict, "with_lora_shapes", with_lora)
+    monkeypatch.setattr(subject, "with_lora_shapes", with_lora)
     assert shapes == Subject(config, args).sizes(run)
     experts = 7 * 3 * 96 * 128
     assert [kind.folded for kind in shapes.kinds] == [

@@ -23,7 +23,8 @@ from longctx.train.engines.deepspeed import DeepSpeed
 from longctx.train.engines.plain import Plain
 from longctx.train.options.config import ModelArguments
 from longctx.train.output import METRICS
-from longctx.train.plan.predict import Plan, Run, Subject, plan
+from longctx.train.plan.predict import Plan, plan
+from longctx.train.plan.subject import Run, Subject
 from longctx.train.report import predicted
 from longctx.train.report.plan import main as plan_command
 from longctx.train.report.predicted import (

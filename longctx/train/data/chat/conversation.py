@@ -33,7 +33,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """All that a template sees of a document, and what tells its trained characters."""
+    """The parts of a document that a chat template sees, and what tells its trained characters."""
 
     messages: list[dict[str, Any]]
     untrained: tuple[int, ...] = ()
@@ -52,9 +52,9 @@ class Asked:
 
     @property
     def chars(self) -> int:
-        beside = [part for part in (self.tools, self.documents, self.kwargs) if part]
+        more = [part for part in (self.tools, self.documents, self.kwargs) if part]
         turns = sum(len(str(value)) for turn in self.messages for value in turn.values())
-        return sum(map(len, map(str, beside))) + turns
+        return sum(map(len, map(str, more))) + turns
 
     @property
     def trained(self) -> list[int]:

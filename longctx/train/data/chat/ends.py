@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerBase
 Span = tuple[int, int]
 Rendered = tuple[str, list[Span]]
 CLOSES = re.compile(r"</|\[/|<\|/")
-"""How the names of tokens begin that close a part of an answer: `</think>`, `</tool_call>`."""
+"""Beginnings of the names of tokens that close a part of an answer: `</think>`, `</tool_call>`."""
 FOUND_CHARS = 8
-"""So many characters at an answer's end find it in a longer conversation."""
+"""The number of characters at an answer's end by which it is found in a longer conversation."""
 
 
 @dataclass(frozen=True)

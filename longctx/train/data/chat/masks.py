@@ -29,7 +29,7 @@ from longctx.train.data.reading.turns import REASONING
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 DIFFERENCE_CHARS = 30
-"""So much of two texts is quoted from where they differ."""
+"""The number of characters of two texts that a message quotes from where they differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,8 @@ class PartsOf(Asked):
 
 
 def by_training_template(conversation: Conversation, render: Renderer) -> Rendered | None:
-    """What our template makes of the conversation; None where that is not what the tokenizer's own
-    makes of it."""
+    """Returns what longctx's template makes of the conversation; None if the tokenizer's own
+    template makes something else of it."""
     if conversation.training is None:
         return None
     *earlier, last = conversation.trained

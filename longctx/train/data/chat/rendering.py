@@ -40,8 +40,9 @@ GROUP_CONVERSATIONS, GROUP_CHARS = 32, 1_000_000  # handed over together
 def rendered(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, parts: bool = False
 ) -> Iterator[Rendered]:
-    """Each conversation as the chat template renders it, and the [start, end) spans to train. With
-    `parts` the template gets contents as lists, as those of vision-language models read them.
+    """Yields each conversation as the chat template renders it, and the [start, end) spans to
+    train. With `parts` the template gets contents as lists, as those of vision-language models read
+    them.
 
     Raises UserError for a conversation that the template refuses or that has no exact mask, and for
     a template that does not end.
@@ -55,8 +56,8 @@ def rendered(
 def continued(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, parts: bool = False
 ) -> Iterator[Continued]:
-    """Each prompt, and the prompt with each of its answers, as the chat template renders them
-    (documents of CHAT_ANSWERS); `parts` as for `rendered`.
+    """Yields each prompt, and the prompt with each of its answers, as the chat template renders
+    them (documents of CHAT_ANSWERS); `parts` as for `rendered`.
 
     Raises UserError as `rendered` does, but for a mask: answers need none.
     """
@@ -82,7 +83,8 @@ def family_of(tokenizer: PreTrainedTokenizerBase, template: str, where: str = ""
 
 
 def ending_of(tokenizer: PreTrainedTokenizerBase) -> Ending | None:
-    """How the tokenizer's template ends an answer; None where it refuses the shortest exchange."""
+    """Returns how the tokenizer's template ends an answer; None if it refuses the shortest
+    exchange."""
     template = tokenizer.get_chat_template()
     asked = EndingOf(
         messages=[{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}],
@@ -114,8 +116,8 @@ def takes_parts(tokenizer: PreTrainedTokenizerBase, template: str, where: str) -
 
 
 def lines_of(kinds: Collection[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What is said of conversations, for the kinds of documents that were read: how their answers
-    are found, and how Alpaca's records became conversations."""
+    """Returns the lines that a run prints of conversations, for the kinds of documents that were
+    read: how their answers are found, and how Alpaca's records became conversations."""
     lines = [_template_line(tokenizer)] if set(CHATS) & set(kinds) else []
     if set(CHAT_ANSWERS) & set(kinds):
         lines.append(
@@ -131,7 +133,8 @@ def lines_of(kinds: Collection[str], tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def _template_line(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Which chat template conversations go through, and what of them is trained."""
+    """Returns the line that says which chat template conversations go through, and what of them is
+    trained."""
     try:
         template = tokenizer.get_chat_template()
     except ValueError:  # several by name, none of them the default: one for tools
@@ -239,8 +242,8 @@ def _batches(conversations: Iterable[AnyConversation]) -> Iterator[list[AnyConve
 
 
 class Job(Protocol):
-    """What the child is asked: `run` gives the answer or raises UserError, and calls `alive` after
-    each call of a template."""
+    """A request to the child process: `run` gives the answer or raises UserError, and calls `alive`
+    after each call of a template."""
 
     @property
     def where(self) -> str: ...
@@ -281,7 +284,7 @@ class _Child:
                 if isinstance(answer, _Refusal):
                     raise UserError(answer)
                 yield answer
-        except BaseException:  # also GeneratorExit: what it still says is for nobody
+        except BaseException:  # also GeneratorExit: no one reads what it still says
             self.kill()
             raise
 

@@ -61,7 +61,7 @@ def _families() -> tuple[Family, ...]:
 
 
 FAMILIES = _families()
-"""Those of training_templates.yaml; the first that is recognised is taken."""
+"""Families of chat templates, of training_templates.yaml; the first that is recognised is taken."""
 
 
 @functools.cache

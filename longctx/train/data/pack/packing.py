@@ -42,7 +42,7 @@ ROW_FEATURES = Features({name: List(Value("int32")) for name in (*TOKEN_COLUMNS,
 # 64 leave room for sources of more varied lengths and cost 5 bytes x 64 x seq_len.
 OPEN_ROWS = 64
 MOST_NAMES = 3
-"""So many of the documents that are left out are named."""
+"""The most documents that are named of those that are left out."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Piece:
     input_ids: np.ndarray  # (n,) int32
     trained: np.ndarray  # (n,) bool; the first is False
     record: int = -1
-    """Which record of the data it comes from, so that a bad row can name its documents."""
+    """The number of its record in the data, so that a bad row can name its documents."""
     pictures: int = 0
     """Pictures among its tokens; such a document is never cut."""
     pixels: int = 0

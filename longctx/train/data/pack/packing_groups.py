@@ -21,12 +21,12 @@ A group that is longer than a row is handled as --long_documents says:
     truncate         all answers keep at most L tokens, the largest L with which the group fits
     truncate_start   the prompt loses its beginning; one with pictures is left out instead
 
-For KTO each answer gets a mismatched one beside it: the answers of the next record in the shuffled
-order, the last record those of the first. TRL gives each example the answer before it, cyclically
-within each batch of per_device_train_batch_size examples of the unshuffled data. Both use every
-answer once as a mismatched one if all records have equally many answers. Here the answers of the KL
-estimate are those of other rows, so a batch's two sets of answers differ, while TRL's are equal.
-The estimate is unbiased either way: the answers are drawn independently of the prompts.
+For KTO each answer gets a mismatched one: the answers of the next record in the shuffled order, the
+last record those of the first. TRL gives each example the answer before it, cyclically within each
+batch of per_device_train_batch_size examples of the unshuffled data. Both use every answer once as
+a mismatched one if all records have equally many answers. Here the answers of the KL estimate are
+those of other rows, so a batch's two sets of answers differ, while TRL's are equal. The estimate is
+unbiased either way: the answers are drawn independently of the prompts.
 """
 
 from __future__ import annotations
@@ -65,11 +65,12 @@ class GroupStats:
 
     kind: Rows = "pairs"
     groups: int = 0
-    """Groups that were packed. The three counts of tokens below are of these alone."""
+    """Groups that were packed: `tokens`, `separate_tokens` and `answer_tokens` count these
+    alone."""
     answers: int = 0
-    """Answers in them, without mismatched ones."""
+    """Answers in the packed groups, without mismatched ones."""
     desirable: int = 0
-    """Those of them that were chosen or are desirable."""
+    """Number of answers that were chosen or are desirable."""
     tokens: int = 0
     separate_tokens: int = 0
     """Tokens of the same groups with a copy of the prompt before each answer."""
@@ -206,8 +207,8 @@ def build_group_row(groups: list[Group], seq_len: int, pad_token_id: int) -> dic
 
 
 def with_mismatched(groups: Iterable[Group]) -> Iterator[Group]:
-    """Each group with as many answers of the next one as it has itself, which is the first one for
-    the last. Raises UserError for a single group."""
+    """Yields each group with as many answers of the next group as it has itself. The last group
+    gets those of the first. Raises UserError for a single group."""
     following = iter(groups)
     first = next(following, None)
     if first is None:
@@ -232,7 +233,7 @@ def _usable(groups: Iterable[Group], stats: GroupStats) -> Iterator[Group]:
     """Groups of at least one answer, without those whose answers are equal.
 
     Public datasets hold a few equal pairs. Their loss has no gradient (or trains both answers up
-    and down), so they are left out and counted: to end the run at such a record would help nobody.
+    and down), so they are left out and counted: to end the run at such a record would not help.
     """
     for group in groups:
         if not group.answers:

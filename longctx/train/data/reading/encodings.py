@@ -34,7 +34,7 @@ ALPHABETS = (
     "áèéëêïíöóü",  # Dutch
     "àçèéíïòóúü",  # Catalan
 )
-"""Letters beside ASCII by language. To charset-normalizer a French text in cp1252 reads as well as
+"""Letters outside ASCII by language. To charset-normalizer a French text in cp1252 reads as well as
 cp1250 or cp1257, with letters that no French word has."""
 OWN_LETTERS = 0.97
 """The share of such letters in a text that one alphabet must have; names may have others."""
@@ -57,7 +57,7 @@ class Guess:
     name: str
     """Python's name."""
     excerpt: str
-    """Some of the text around the first bytes that are not ASCII."""
+    """A part of the text, around the first bytes that are not ASCII."""
 
 
 def byte_order_mark(data: bytes) -> str | None:
@@ -102,7 +102,7 @@ def guess(data: bytes) -> Guess | None:
 
 
 def _is_western(text: str) -> bool:
-    """Whether the letters beside ASCII are those of one Western language, and more than the other
+    """Whether the letters outside ASCII are those of one Western language, and more than the other
     signs, none of which stands within a word."""
     strange = Counter(letter for letter in text.lower() if not letter.isascii())
     letters = {letter: count for letter, count in strange.items() if letter.isalpha()}

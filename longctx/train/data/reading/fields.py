@@ -1,4 +1,5 @@
-"""The keys beside a record's text or turns: what reaches the chat template, and what is refused.
+"""Keys that a record has besides its text or turns: what reaches the chat template, and what is
+refused.
 
 A key by which another tool chooses what is trained is refused where it asks for something that is
 not done, so that no record is trained in a way that its author did not mean.
@@ -75,7 +76,7 @@ def system_turn(
 
 
 def template_keys(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns what a record hands the chat template beside its turns: `tools`, `documents` and
+    """Returns what a record hands the chat template besides its turns: `tools`, `documents` and
     `kwargs`, each only if it is not empty."""
     content: dict[str, Any] = {}
     if "tools" in given and given.get("functions"):
@@ -92,7 +93,7 @@ def template_keys(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def no_template_keys(given: Mapping[str, Any], where: str) -> None:
-    """Raises UserError for keys that only a chat template can use, beside strings."""
+    """Raises UserError for keys that only a chat template can use, in a record of strings."""
     for key in ("system", "tools", "documents", "chat_template_kwargs"):
         if given.get(key):
             raise UserError(

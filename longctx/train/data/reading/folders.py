@@ -36,7 +36,7 @@ from longctx.train.data.reading.tables import columns_of_cells
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages"})
 CARDS = re.compile(r"(?i)(readme|license|licence|notice|citation|changelog|contributing)\b.*")
-"""Names of files about the data or the code, which nobody misses when records are read."""
+"""Names of files about the data or the code, which hold no records."""
 SETTINGS = frozenset("config.json dataset_info.json dataset_infos.json dataset_dict.json".split())
 """Names of JSON files that `datasets` never reads as data. LLaMA-Factory's dataset_info.json may
 call a data set `messages`."""
@@ -56,7 +56,7 @@ class _Folder:
     left: dict[Path, str] = field(default_factory=dict)
     """Records that are not read, each with the reason."""
     note: str | None = None
-    """What is known of the records that are read (splits.py)."""
+    """A note on the records that are read (splits.py)."""
     texts: list[Path] = field(default_factory=list)
     no_records: list[Path] = field(default_factory=list)
     """JSON, CSV and TSV files of something else."""

@@ -51,7 +51,7 @@ class Group:
     record: int = -1
     """The number of the record in the data, so that a bad row can name its records."""
     margin: float | None = None
-    """How much better the chosen answer is, where the record says so (reward models)."""
+    """By how much the chosen answer is better, if the record says so (reward models)."""
     dropped: int = 0
     """Tokens at the prompt's end that the chat template renders for the prompt alone and not before
     an answer."""

@@ -71,7 +71,8 @@ MAGIC_NUMBERS = {
     rb"\x93NUMPY": ("a NumPy array", CONVERT),
     rb"\x89HDF\r\n": ("an HDF5 file", CONVERT),
 }
-"""How a file that is no text begins (a regular expression) -> what it is, and what to do."""
+"""Maps the beginning of a file that is no text (a regular expression) to what it is, and what to
+do."""
 HEAD_BYTES = 8192
 
 

@@ -37,7 +37,7 @@ from longctx.train.options.config import DataArguments
 
 Tell = Callable[[str], None]
 AS_TEXT: dict[str, Any] = {"keep_default_na": False, "na_filter": False, "index_col": False}
-"""What pandas is told so that no cell becomes null, and no first column an index."""
+"""Options of pandas by which no cell becomes null, and no first column an index."""
 
 
 def load_records(args: DataArguments, tell: Tell | None = None) -> Dataset | IterableDataset:
@@ -123,7 +123,7 @@ def _built(
 
 
 def _rows(builder: DatasetBuilder, args: DataArguments) -> Dataset | IterableDataset:
-    """What `load_dataset` gives of its builder."""
+    """Returns what `load_dataset` gives of its builder."""
     if args.streaming:
         return builder.as_streaming_dataset(args.dataset_split)
     builder.download_and_prepare()

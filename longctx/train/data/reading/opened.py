@@ -37,7 +37,7 @@ DECOMPRESSORS: dict[str, Callable[[Any], Any]] = {
 
 
 def check_growth(path: Path, read_bytes: int, cure: str) -> None:
-    """Raises UserError for a file of which so many bytes were unpacked that it is a bomb."""
+    """Raises UserError for a file that unpacks to so many bytes that it is a bomb."""
     if read_bytes > GROWTH_FREE_BYTES + GROWTH * path.stat().st_size:
         raise UserError(f"{path} unpacks to more than {GROWTH} times its size: {cure}")
 

@@ -169,7 +169,7 @@ def _answers(
 
 
 def _shared_turns(chosen: Turns, rejected: Turns, given: Mapping[str, Any], where: str) -> int:
-    """How many turns of two whole conversations are their prompt."""
+    """Returns how many turns of two whole conversations are their prompt."""
     shared = _shared(chosen, rejected)
     before = given.get("prompt")
     if isinstance(before, list | Mapping):
@@ -248,8 +248,8 @@ def _repeated(prompt: str, texts: Sequence[str]) -> bool:
 
 
 def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """How many turns or characters are the prompt: all before the first difference but a space,
-    and all but the last where there is no difference within the shorter one."""
+    """Returns how many turns or characters are the prompt: all before the first difference but a
+    space, and all but the last where there is no difference within the shorter one."""
     for i, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return i - 1 if i and first[i - 1] == " " else i

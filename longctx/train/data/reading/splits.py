@@ -50,7 +50,7 @@ class Choice:
     left: dict[Path, str] = field(default_factory=dict)
     """A file that is not read -> why, in brackets behind its name."""
     note: str | None = None
-    """What names or the README tell of `read`, to be put behind the names: empty for the training
+    """A note on `read` by names or the README, to be put behind the names: empty for the training
     rows of one set beside others, None where they tell nothing."""
 
 

@@ -33,7 +33,8 @@ ROLES = {
 }
 """A role in small letters -> what chat templates call it."""
 NAMES = {"messages": ("role", "content"), "conversations": ("from", "value")}
-"""How a turn's role and text are called in a list of this name; both pairs are read in either."""
+"""Maps the name of a list of turns to the keys of a turn's role and text; both pairs of keys are
+read in either list."""
 TURNS = (*NAMES, "prompt", "completion", "chosen", "rejected")
 """The keys under which a record may have turns."""
 TEXT_PARTS = (None, "text", "input_text", "output_text")

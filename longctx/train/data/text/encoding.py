@@ -32,7 +32,8 @@ if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
     from longctx.train.data.pictures.processor import Pictures
 
 NO_TOKEN_CHARS = 100
-"""So much text without a token, and the tokenizer knows no word or its normalizer deletes all."""
+"""The number of characters after which a text without a token shows that the tokenizer knows no
+word or that its normalizer deletes all."""
 ENCODE_CHARS = WINDOW_CHARS  # tokenised together: more is no faster and takes 600 bytes a token
 
 
@@ -194,7 +195,8 @@ def _chats(
 
 
 def _overlaps(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """Which tokens hold a character of a span. offsets: (n, 2) characters; returns (n,) bool.
+    """Returns which tokens hold a character of a span. offsets: (n, 2) characters; returns (n,)
+    bool.
 
     Some tokenizers trim spaces off a token's offsets, so a token begins where the one before
     ended, unless several tokens share one character (then they share its offsets).

@@ -56,7 +56,7 @@ def encode_groups(
     Raises UserError for what the chat template refuses, an answer without a token, a picture that
     is none and a token id of `vocab_size` or more.
     """
-    # To its end, or the process that renders would be taken for one that nobody hears.
+    # To its end, or the process that renders would be taken for one that hangs.
     in_turns = [document for document in documents if document.kind in CHAT_ANSWERS]
     chats = iter([*_chats(in_turns, tokenizer, pictures)])
     groups = [

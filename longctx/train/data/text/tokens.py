@@ -56,7 +56,8 @@ BATCH_DOCUMENTS = 256
 # 20,000 conversations of six turns take 13.3 s in one process and 6.9 s in two (two cores).
 DOCUMENTS_PER_PROCESS = 5_000
 SEEN_PER_PROCESS = 100
-"""Those with pictures, each of which is opened."""
+"""The fewest documents with pictures for each process. There are few, since each picture is
+opened."""
 
 
 def tokens_of(
@@ -68,8 +69,8 @@ def tokens_of(
     rows: Rows,
     pictures: Pictures | None = None,
 ) -> Dataset:
-    """One row a record: the rows of the dataset `name`, or our documents where that is None.
-    `pictures` are those of a model that sees some."""
+    """Returns one row a record, of the dataset `name` or, if that is None, of documents of files.
+    `pictures` reads the pictures for a model that sees images."""
     cached = open_arrow(path, len(records))
     if cached is not None:
         return cached
@@ -114,9 +115,9 @@ class Reader:
     datasets pickles functions with all that they call, as deep as that goes."""
 
     types: Features
-    """Of the records' columns."""
+    """Types of the records' columns."""
     name: str | None
-    """Of the dataset; None: our own documents."""
+    """Name of the dataset; None for documents of files."""
     rows: Rows
     sees: bool
     """Whether records may name pictures."""
@@ -133,14 +134,14 @@ class Reader:
 
 @dataclass(frozen=True)
 class _Tokenise:
-    """What `datasets.map` calls with a batch of records."""
+    """The function that `datasets.map` calls with a batch of records."""
 
     reader: Reader
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int | None
     pictures: Pictures | None
     names: list[str]
-    """Of the columns to make."""
+    """Names of the columns to make."""
 
     def __call__(self, batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
         values = zip(*batch.values(), strict=True)
@@ -157,7 +158,7 @@ class _Tokenise:
 
 
 def folder_of(name: str) -> Path:
-    """Where paths of a dataset's pictures begin: a local one's folder."""
+    """Returns the folder in which paths of a dataset's pictures begin: that of a local dataset."""
     folder = expanded(name)
     return folder if folder.is_dir() else Path()
 

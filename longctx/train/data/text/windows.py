@@ -45,7 +45,8 @@ BATCH_WINDOWS = 4  # tokenised together, on as many cores
 LARGE_CHARS = 1 << 24
 """A window of this size is worth a word to the user: 16M characters need 3 GiB."""
 BYTES_A_TOKEN = 600
-"""What the tokenizers library takes: 588 measured on Python sources of 3.9 characters a token."""
+"""Memory that the tokenizers library takes: 588 measured on Python sources of 3.9 characters a
+token."""
 
 _NORMALIZERS = frozenset(
     "NFC NFD NFKC NFKD Nmt Lowercase StripAccents BertNormalizer Strip Prepend Replace Precompiled"
@@ -72,7 +73,7 @@ def tokenise(
     add_special_tokens: bool = True,
     offsets: bool = False,
 ) -> Tokens:
-    """What `tokenizer(text)` gives, as arrays. Offsets need a fast tokenizer and no special
+    """Returns what `tokenizer(text)` gives, as arrays. Offsets need a fast tokenizer and no special
     tokens."""
     ends = _special_tokens(tokenizer, text) if add_special_tokens else ([], [])
     if len(text) <= WINDOW_CHARS or ends is None or not _sees_near(tokenizer):
