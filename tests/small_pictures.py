@@ -30,8 +30,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from exactness import FACTOR, FLOOR, relative_error
 from longctx.train.data.origins import pictures_of
+from longctx.train.data.packed_rows import RowOptions, Sight, build_dataset
 from longctx.train.data.pictures.processor import Pictures
-from longctx.train.data.rows import RowOptions, Sight, build_dataset
 from longctx.train.options.config import DataArguments, TrainArguments
 from longctx.train.start.picture_batches import PictureCollator, Pictured
 from longctx.train.tasks import make_task

@@ -30,7 +30,7 @@ COMMANDS = {
     "cache": "longctx.train.data.pack.prune",
     "doctor": "longctx.train.report.doctor",
     "eval": "longctx.train.report.evaluate",
-    "help": "longctx.train.commands.help",
+    "help": "longctx.train.commands.help_pages",
     "merge": "longctx.train.lora.merge",
     "plan": "longctx.train.report.plan",
     "recipes": "longctx.train.commands.recipes",

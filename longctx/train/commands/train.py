@@ -20,10 +20,10 @@ from longctx.errors import UserError, print_rank0
 from longctx.images.room_for_images import SeenTokens, prepare
 from longctx.train.data.origins import check_sources, document_names, picture_files, pictures_of
 from longctx.train.data.pack.batches import as_arrays
+from longctx.train.data.packed_rows import RowOptions, build_dataset
 from longctx.train.data.row_report import counts, pixels_identity, rows_identity
-from longctx.train.data.rows import RowOptions, build_dataset
 from longctx.train.data.text.tokenizer import load_tokenizer
-from longctx.train.data.text.trial import varies
+from longctx.train.data.text.tokenizer_trial import varies
 from longctx.train.engines import check_resume
 from longctx.train.engines.protocol import Engine
 from longctx.train.loading.pretrained import read_config, weights_identity
@@ -53,7 +53,6 @@ from longctx.train.report.example import numbered_pictures, show_example
 from longctx.train.report.predicted import Foreseen, foresee
 from longctx.train.report.sample import sample
 from longctx.train.start.described import describe_run
-from longctx.train.start.documents import needs_one_document
 from longctx.train.start.eyes import Eyes, check_no_vision, check_shared_rows, eyes_of, use_workers
 from longctx.train.start.loading import (
     check_request,
@@ -63,8 +62,9 @@ from longctx.train.start.loading import (
     saved_bytes,
 )
 from longctx.train.start.options import check_layers, check_rows, check_towers, parse_args
+from longctx.train.start.packing_rule import needs_one_document
 from longctx.train.start.picture_batches import Batches, PictureCollator, Pictured
-from longctx.train.start.reference import References, check_reference
+from longctx.train.start.reference_rows import References, check_reference
 from longctx.train.start.teacher import check_teacher, load_teacher, teacher_identity
 from longctx.train.start.trackers import tracked_as, tracked_name
 from longctx.train.tasks import make_task
@@ -77,7 +77,7 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 QUICKSTART = SHARE / "recipes/quickstart.yaml"
 
 
-class Asked(NamedTuple):
+class Requested(NamedTuple):
     """Holds the parsed command line; `sources` are files of text, which a run must not delete."""
 
     argv: list[str] | None
@@ -117,7 +117,7 @@ class Folder(NamedTuple):
     foreseen: Foreseen | None
 
 
-class Rows(NamedTuple):
+class RunRows(NamedTuple):
     """The packed rows, and the names of the documents that are trained."""
 
     train: Any
@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
     asked.engine.shutdown(asked.train)
 
 
-def read_options(argv: list[str] | None) -> Asked:
+def read_options(argv: list[str] | None) -> Requested:
     """Flags and recipe, checked together, and the engine they ask for."""
     model_args, data_args, args, engine = parse_args(argv, default_recipe=QUICKSTART)
     task = make_task(args)
@@ -178,10 +178,10 @@ def read_options(argv: list[str] | None) -> Asked:
     resume = resolve_resume(args)
     check_resume(engine, args, resume)
     check_request(model_args, args.device)
-    return Asked(argv, model_args, data_args, args, engine, task, sources, resume)
+    return Requested(argv, model_args, data_args, args, engine, task, sources, resume)
 
 
-def check_models(asked: Asked) -> Checked:
+def check_models(asked: Requested) -> Checked:
     """Tokenizer and configurations: cheap, so a mismatch shows before any heavy work."""
     model_args, data_args, args = asked.options
     with args.main_process_first(desc="tokenizer"):
@@ -206,7 +206,7 @@ def check_models(asked: Asked) -> Checked:
     return Checked(tokenizer, config, teacher, eyes)
 
 
-def open_folder(asked: Asked, checked: Checked) -> Folder:
+def open_folder(asked: Requested, checked: Checked) -> Folder:
     """The output folder is this run's, has room on its disk, and the run fits in memory."""
     model_args, _, args = asked.options
     path = open_output_dir(args)
@@ -219,7 +219,7 @@ def open_folder(asked: Asked, checked: Checked) -> Folder:
     return Folder(path, lock, foreseen)
 
 
-def make_rows(asked: Asked, checked: Checked) -> Rows:
+def make_rows(asked: Requested, checked: Checked) -> RunRows:
     """Documents -> tokens -> packed rows of seq_len, or of one document each."""
     (model_args, data_args, args), task, config = asked.options, asked.task, checked.config
     eyes = checked.eyes
@@ -255,14 +255,14 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
     pictures = eyes and eyes.pictures
     if pictures is None:
         check_no_vision(model_args, data_args)
-        return Rows(train_rows, eval_rows, names)
+        return RunRows(train_rows, eval_rows, names)
     check_shared_rows(args, task, config)
     use_workers(args)
     counted = [SeenTokens.of(one, pictures) for one in (train_rows, eval_rows) if one is not None]
-    return Rows(train_rows, eval_rows, names, pictures, counted)
+    return RunRows(train_rows, eval_rows, names, pictures, counted)
 
 
-def keep_read(asked: Asked, rows: Rows, folder: Folder) -> None:
+def keep_read(asked: Requested, rows: RunRows, folder: Folder) -> None:
     """Nothing that records name will be deleted."""
     data_args = asked.data
     if rows.pictures is not None:
@@ -271,7 +271,7 @@ def keep_read(asked: Asked, rows: Rows, folder: Folder) -> None:
                 keep_pictures(folder.path, picture_files(data_args, files, asked.task.rows))
 
 
-def make_batches(asked: Asked, checked: Checked, rows: Rows) -> Batches:
+def make_batches(asked: Requested, checked: Checked, rows: RunRows) -> Batches:
     """Returns what makes batches of the rows; those with pictures get pixels."""
     (model_args, data_args, args), task = asked.options, asked.task
     sees = rows.pictures is not None
@@ -288,7 +288,7 @@ def make_batches(asked: Asked, checked: Checked, rows: Rows) -> Batches:
 
 
 def define_run(
-    asked: Asked, checked: Checked, rows: Rows, batches: Batches
+    asked: Requested, checked: Checked, rows: RunRows, batches: Batches
 ) -> tuple[References | None, RunDefinition]:
     """Returns what defines this run. Raises UserError if the checkpoint is of another one."""
     (model_args, data_args, args), teacher = asked.options, checked.teacher
@@ -316,7 +316,9 @@ def define_run(
     return references, run
 
 
-def load_others(asked: Asked, checked: Checked, rows: Rows, references: References | None) -> Rows:
+def load_others(
+    asked: Requested, checked: Checked, rows: RunRows, references: References | None
+) -> RunRows:
     """Other models that the task needs: a reference is loaded alone, gives the rows its numbers and
     is gone before training; a teacher stays."""
     if references and asked.train.reference:
@@ -327,9 +329,9 @@ def load_others(asked: Asked, checked: Checked, rows: Rows, references: Referenc
 
 
 def load(
-    asked: Asked,
+    asked: Requested,
     checked: Checked,
-    rows: Rows,
+    rows: RunRows,
     batches: Batches,
     references: References | None,
     run: RunDefinition,
@@ -376,7 +378,7 @@ def load(
 
 
 def train(
-    asked: Asked, rows: Rows, folder: Folder, trainer: LongTrainer, record: Record
+    asked: Requested, rows: RunRows, folder: Folder, trainer: LongTrainer, record: Record
 ) -> Mapping[str, float]:
     """Trains, and evaluates what was trained."""
     with explained_oom(trainer, asked.model), tracked_as(record["tracked_as"], trainer):
@@ -391,8 +393,8 @@ def train(
 
 
 def save(
-    asked: Asked,
-    rows: Rows,
+    asked: Requested,
+    rows: RunRows,
     folder: Folder,
     trainer: LongTrainer,
     record: Record,

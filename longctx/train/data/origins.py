@@ -28,7 +28,7 @@ from longctx.train.data.pack.cache import (
 from longctx.train.data.reading.files import find_files, stdlib_files
 from longctx.train.data.reading.groups import READERS, Rows
 from longctx.train.data.reading.kinds import LINE_SUFFIXES, record_suffix
-from longctx.train.data.reading.named import check_dataset_name, load_records
+from longctx.train.data.reading.named_datasets import check_dataset_name, load_records
 from longctx.train.data.reading.picture_sources import (
     DATA_URL,
     Source,

@@ -33,9 +33,9 @@ from longctx.errors import UserError
 from longctx.loop.collectives import destroy_process_group
 from longctx.memory.pending import Pending, pending_bytes
 from longctx.train.engines.layout import Layout
-from longctx.train.engines.rows import asked_parallelism, share_rows
+from longctx.train.engines.row_sharing import asked_parallelism, share_rows
 from longctx.train.options.config import TrainArguments
-from longctx.train.options.limits import given
+from longctx.train.options.limits import non_defaults
 
 if TYPE_CHECKING:  # it imports datasets
     from transformers import Trainer
@@ -109,7 +109,7 @@ class Engine(ABC):
     def check_options(self, args: TrainArguments) -> None:
         """Raises UserError for options of longctx's own optimizer, where that is not this one's."""
         ours = ("optimizer_states", "place", "gpu_memory_gib", "plan", "save_fp32")
-        if not self.exact_states and (asked := [f"--{n}" for n in ours if n in given(args)]):
+        if not self.exact_states and (asked := [f"--{n}" for n in ours if n in non_defaults(args)]):
             raise UserError(
                 f"{', '.join(asked)}: {self.name} keeps fp32 states itself and decides where: "
                 "leave it out, or run without an engine"

@@ -25,8 +25,8 @@ from longctx.noise import hidden_report
 from longctx.packages import pip_install
 from longctx.system import expanded, installed
 from longctx.train.loading import quantised
-from longctx.train.loading.sizes import check_raw_sizes, check_sizes, experts_of
-from longctx.train.loading.weights import (
+from longctx.train.loading.config_sizes import check_raw_sizes, check_sizes, experts_of
+from longctx.train.loading.weight_files import (
     REWARD_HEAD,
     WEIGHTS,
     check_files,
@@ -40,7 +40,7 @@ from longctx.train.loading.weights import (
 )
 from longctx.train.options.source import ModelSource
 from longctx.train.safety.checksum import checksums
-from longctx.train.safety.files import refuse_odd, refuse_run
+from longctx.train.safety.strange_files import refuse_odd, refuse_run
 
 
 def read_config(source: ModelSource, *, makes_dense: bool = True) -> PretrainedConfig:

@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 
 from longctx.errors import UserError, print_rank0
 from longctx.families.vision import PREFIXES
-from longctx.train.loading.weights import holds_nf4, quantization
+from longctx.train.loading.weight_files import holds_nf4, quantization
 from longctx.train.options.source import ModelSource
 
 _IN_MXFP4 = {"gpt_oss"}

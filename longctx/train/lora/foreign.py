@@ -34,8 +34,8 @@ from longctx.train.lora.renamed import (
     unfoldable,
 )
 from longctx.train.output.manifest import Damaged, check_files, read_manifest
-from longctx.train.safety.files import read_json, refuse_odd, tensor_problem
 from longctx.train.safety.processes import Unbounded, in_child
+from longctx.train.safety.strange_files import read_json, refuse_odd, tensor_problem
 
 CONFIG, SAFE, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 REHEARSE_S, REHEARSE_BYTES = 60.0, 2 << 30

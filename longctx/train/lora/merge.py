@@ -31,8 +31,8 @@ from longctx.packages import pip_install
 from longctx.system import expanded, installed
 from longctx.train.data.text.tokenizer import largest_id, read_tokenizer
 from longctx.train.loading.pretrained import read_config, read_model, weights_identity
-from longctx.train.loading.stopping import add_ends, ids_of, name_ends
-from longctx.train.loading.weights import forget_tie
+from longctx.train.loading.stop_tokens import add_ends, ids_of, name_ends
+from longctx.train.loading.weight_files import forget_tie
 from longctx.train.lora.foreign import base_of_run, check_fits, read_adapter
 from longctx.train.lora.quantise import round_to_nf4_
 from longctx.train.options.source import ModelSource

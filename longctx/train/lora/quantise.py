@@ -25,7 +25,7 @@ from longctx.families.matrices import linears, matrices, stack_names, stacks
 from longctx.memory.store import free_gpu_bytes
 from longctx.packages import pip_install
 from longctx.system import installed
-from longctx.train.loading.weights import holds_nf4, quantization
+from longctx.train.loading.weight_files import holds_nf4, quantization
 from longctx.train.lora.nf4 import in_nf4, move_, move_codes_, shape_in_nf4
 from longctx.train.options.config import ModelArguments
 

@@ -18,7 +18,7 @@ from longctx.families.families import base_of
 from longctx.families.family import part_of
 from longctx.families.look import whole_shape
 from longctx.packages import pip_install
-from longctx.train.lora.adapters import adapted_linears, adapted_stacks
+from longctx.train.lora.peft_adapters import adapted_linears, adapted_stacks
 from longctx.train.options.config import ModelArguments
 
 _NAME = "default"

@@ -24,12 +24,10 @@ from longctx.settings import (
 from longctx.system import CACHE
 from longctx.train.options.about import APPLIED, CHECKPOINTS, NUMBERS, ROWS, About, Need, having
 from longctx.train.options.limits import check_values
-from longctx.train.options.pixels import pixels_of
-from longctx.train.options.presets import PRESETS
-from longctx.train.options.source import ModelSource
+from longctx.train.options.source import PRESETS, ModelSource
 from longctx.train.options.task import TaskOptions
 from longctx.train.options.theirs import OF_TRANSFORMERS, about
-from longctx.train.options.written import LENGTH
+from longctx.train.options.written import LENGTH, pixels_of
 
 _CUSTOM = Need("--class_type custom without --parts", lambda m, d, t: m.schedules)
 _HOST = Need(

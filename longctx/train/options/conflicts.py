@@ -8,7 +8,7 @@ from typing import Any
 
 from longctx.errors import UserError
 from longctx.settings import FUSED, WHOLE
-from longctx.train.options.limits import EQUAL_ROWS, given
+from longctx.train.options.limits import EQUAL_ROWS, non_defaults
 
 _CHECKPOINT_KEYS = (
     "debug determinism_check early_stop every_n_layers offload preserve_rng_state use_reentrant"
@@ -42,7 +42,7 @@ def _without_adapters(m: Any, d: Any, t: Any) -> str:
 
 def _of_adapters(m: Any, t: Any) -> list[str]:
     """Returns the flags that were given and configure adapters alone."""
-    found = given(m).keys() | given(t).keys()
+    found = non_defaults(m).keys() | non_defaults(t).keys()
     return [f"--{name}" for name in _ADAPTERS_OWN if name in found]
 
 

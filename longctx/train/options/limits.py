@@ -50,7 +50,7 @@ NOT_OURS: dict[str, str] = {
 """Option -> why it is refused unless it has its default, and what to do instead."""
 
 
-def given(options: Any) -> dict[str, Any]:
+def non_defaults(options: Any) -> dict[str, Any]:
     """Returns the fields of a dataclass that do not have their defaults."""
     found = {}
     for field in fields(options):
@@ -83,7 +83,7 @@ def check_values(options: Any) -> None:
 
 def refuse_not_ours(options: Any) -> None:
     """Raises UserError for an option of transformers that cannot be used here."""
-    for name in given(options).keys() & NOT_OURS.keys():
+    for name in non_defaults(options).keys() & NOT_OURS.keys():
         raise UserError(f"--{name} {NOT_OURS[name]}")
 
 
@@ -91,7 +91,7 @@ def idle_options(model: Any, data: Any, train: Any) -> Iterator[str]:
     """A line for every option that was given and does nothing."""
     idle: dict[str, list[str]] = {}
     for options in (model, data, train):
-        found = given(options)
+        found = non_defaults(options)
         for option in fields(options):
             for need in about(option).needs if option.name in found else ():
                 if not need.is_met(model, data, train):

@@ -106,7 +106,7 @@ def check_same_run(
             "--model_name_or_path"
         )
     refused = {name: what for name, what in changed.items() if name not in allowed}
-    refused = {name: what for name, what in refused.items() if name not in applied(run)}
+    refused = {name: what for name, what in refused.items() if name not in applied_options(run)}
     if refused:
         raise UserError(
             f"{checkpoint} is of another run: {', '.join(refused.values())} (then and now); give "
@@ -139,7 +139,7 @@ def _recorded(checkpoint: Path) -> RunDefinition | None:
     return found
 
 
-def applied(run: RunDefinition) -> set[str]:
+def applied_options(run: RunDefinition) -> set[str]:
     """Returns the options that may change without being asked for."""
     on_plateau = run.get("lr_scheduler_type") == "reduce_lr_on_plateau"
     return set(APPLIED) - ({"learning_rate"} if on_plateau else set())

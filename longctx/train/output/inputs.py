@@ -25,7 +25,7 @@ from longctx.errors import UserError
 from longctx.system import expanded
 from longctx.train.options.limits import words_of
 from longctx.train.output import CARD
-from longctx.train.safety.files import read_small
+from longctx.train.safety.strange_files import read_small
 
 _MOST_LINKS = 40
 """Linux follows as many links in one path."""

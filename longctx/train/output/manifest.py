@@ -19,7 +19,7 @@ import xxhash
 from longctx.errors import UserError
 from longctx.train.output import MANIFEST
 from longctx.train.safety.checksum import checksums
-from longctx.train.safety.files import odd_entry, read_json
+from longctx.train.safety.strange_files import odd_entry, read_json
 
 FORMAT = 1
 

@@ -23,7 +23,7 @@ from longctx.constants import GIB, __version__
 from longctx.errors import UserError, print_rank0
 from longctx.system import cpu_line, version_of
 from longctx.train.output import RECORD
-from longctx.train.safety.files import read_json
+from longctx.train.safety.strange_files import read_json
 from longctx.train.safety.writing import replace_file
 
 Record = dict[str, Any]

@@ -27,7 +27,7 @@ from longctx.system import expanded
 from longctx.train.options.config import TrainArguments
 from longctx.train.output import ABANDONED, STATE, checkpoint_step, checkpoints
 from longctx.train.output.manifest import Damaged, check_files, unlisted
-from longctx.train.safety.files import read_json, tensor_problem
+from longctx.train.safety.strange_files import read_json, tensor_problem
 
 # --- choosing --------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from longctx.errors import UserError
 from longctx.train.engines.layout import FullyShard, Zero
 from longctx.train.plan.predict import Plan, longest, plan
 from longctx.train.plan.shortage import least_host_gib
-from longctx.train.plan.subject import Run, Subject
+from longctx.train.plan.subject import PlannedRun, Subject
 
 MOST = 5
 """The most changes of flags alone that are shown."""
@@ -53,7 +53,7 @@ class Change(NamedTuple):
 
 
 def changes(
-    subject: Subject, run: Run, machine: Machine, host_bytes: int, *, host_grows: bool
+    subject: Subject, run: PlannedRun, machine: Machine, host_bytes: int, *, host_grows: bool
 ) -> list[Change]:
     """Returns the ways out, in the order above. `host_grows` says that the machine is not there
     yet: its host may be larger, and its GPUs more."""
@@ -73,7 +73,7 @@ def changes(
 @dataclass(frozen=True)
 class _Search:
     subject: Subject
-    run: Run
+    run: PlannedRun
     machine: Machine
     host_bytes: int
 
@@ -200,7 +200,7 @@ class _Search:
     def _changed(self, options: Options) -> Options:
         return {name: to for name, to in options.items() if self.run.value(name) != to}
 
-    def _with(self, options: Options) -> tuple[Subject, Run]:
+    def _with(self, options: Options) -> tuple[Subject, PlannedRun]:
         run = self.run.having(**options)
         made = tuple(run.value(name) for name in _MAKES)
         if made == tuple(self.run.value(name) for name in _MAKES):
@@ -247,7 +247,7 @@ def _offloading(gpus: int, ranks: int) -> Options:
     return {**_sharing(gpus), "engine": layout, "sequence_parallel_size": ranks}
 
 
-def _candidates(subject: Subject, run: Run) -> Iterator[Options]:
+def _candidates(subject: Subject, run: PlannedRun) -> Iterator[Options]:
     """Yields single changes that may need less memory, or allow more of it."""
     for known in _known(subject, run):
         options = {name: value for name, value in known.items() if run.value(name) != value}
@@ -255,7 +255,7 @@ def _candidates(subject: Subject, run: Run) -> Iterator[Options]:
             yield options
 
 
-def _known(subject: Subject, run: Run) -> Iterator[Options]:
+def _known(subject: Subject, run: PlannedRun) -> Iterator[Options]:
     if run.engine is not None and run.sequence_parallel_size == 1:
         yield {"engine": None}
     if run.gpu_memory_gib:

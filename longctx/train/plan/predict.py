@@ -29,7 +29,7 @@ from longctx.train.plan.step import (
     exchanges_of,
     step_of,
 )
-from longctx.train.plan.subject import Run, Subject
+from longctx.train.plan.subject import PlannedRun, Subject
 
 SHORTEST = 512
 """Tokens. The longest row that fits is found as a multiple of this."""
@@ -40,7 +40,7 @@ LONGEST = 2**24
 class Plan:
     """The prediction of a run: what it will do, and what it will take."""
 
-    run: Run
+    run: PlannedRun
     machine: Machine
     sizes: Sizes
     backend: str
@@ -96,7 +96,7 @@ class Plan:
 
 def plan(
     subject: Subject,
-    run: Run,
+    run: PlannedRun,
     machine: Machine,
     host_bytes: int,
     having: Callable[[Step], Step] | None = None,
@@ -116,7 +116,11 @@ def plan(
 
 
 def _planned(
-    subject: Subject, run: Run, machine: Machine, host_bytes: int, having: Callable[[Step], Step]
+    subject: Subject,
+    run: PlannedRun,
+    machine: Machine,
+    host_bytes: int,
+    having: Callable[[Step], Step],
 ) -> Plan:
     alone, machine = machine, machine.among(run.gpus)
     backend = backend_of(subject, run, machine)
@@ -152,7 +156,7 @@ def _planned(
 
 
 def _phases(
-    subject: Subject, run: Run, machine: Machine, step: Step, decision: Decision
+    subject: Subject, run: PlannedRun, machine: Machine, step: Step, decision: Decision
 ) -> tuple[list[Phase], Images | None]:
     """Returns the buffers of the GPU in each phase of the step, and the images of its batch."""
     chosen, accumulates = decision.chosen, run.gradient_accumulation_steps > 1
@@ -174,7 +178,7 @@ def _phases(
 
 def _seconds(
     subject: Subject,
-    run: Run,
+    run: PlannedRun,
     machine: Machine,
     step: Step,
     decision: Decision,
@@ -219,7 +223,7 @@ _BY_LAYER = "--quantize nf4 reads them layer by layer"
 
 
 def longest(
-    subject: Subject, run: Run, machine: Machine, host_bytes: int, most: int = LONGEST
+    subject: Subject, run: PlannedRun, machine: Machine, host_bytes: int, most: int = LONGEST
 ) -> Plan | None:
     """Returns the plan of the longest row that fits, up to `most` tokens; None if no row fits that
     has room for its images."""

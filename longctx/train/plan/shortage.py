@@ -13,7 +13,7 @@ from longctx.cost.machines import Machine
 from longctx.cost.peak import Buffers, peak
 from longctx.memory.machine import host_budget
 from longctx.train.plan.predict import Plan, plan
-from longctx.train.plan.subject import Run, Subject
+from longctx.train.plan.subject import PlannedRun, Subject
 
 MOST_HOST_GIB = 4096
 
@@ -81,13 +81,15 @@ def _bytes(gib: float | None) -> int | None:
     return None if gib is None else int(gib * GIB)
 
 
-def _on_host(subject: Subject, run: Run, machine: Machine, gib: int) -> Plan:
+def _on_host(subject: Subject, run: PlannedRun, machine: Machine, gib: int) -> Plan:
     """Returns the plan on a host with so much free memory, all of which may be locked."""
     machine = replace(machine, lockable_bytes=None)
     return plan(subject, run.having(host_memory_gib=None), machine, gib * GIB)
 
 
-def least_host_gib(subject: Subject, run: Run, machine: Machine, host_bytes: int) -> int | None:
+def least_host_gib(
+    subject: Subject, run: PlannedRun, machine: Machine, host_bytes: int
+) -> int | None:
     """Returns the GiB that a host must have free for the run; None if no host is enough."""
 
     def fits(gib: int) -> bool:

@@ -33,10 +33,10 @@ from longctx.train.plan.engines import (
     exchanged,
     shared_rows,
 )
-from longctx.train.plan.subject import Run, Subject
+from longctx.train.plan.subject import PlannedRun, Subject
 
 
-def backend_of(subject: Subject, run: Run, machine: Machine) -> str:
+def backend_of(subject: Subject, run: PlannedRun, machine: Machine) -> str:
     """Returns the backend whose rates attention has. Raises UserError for one without rates."""
     asked, config = run.model.attn_backend, subject.config
     if subject.schedules(run):
@@ -63,7 +63,7 @@ def backend_of(subject: Subject, run: Run, machine: Machine) -> str:
     return known
 
 
-def budget_of(run: Run, machine: Machine, host_bytes: int) -> tuple[Budget, int]:
+def budget_of(run: PlannedRun, machine: Machine, host_bytes: int) -> tuple[Budget, int]:
     """Returns the budgets of GPU and host, and the bytes that the GPU's allocator may take."""
     limit = free = machine.gpu_bytes - machine.held_bytes
     if run.gpu_memory_gib:
@@ -81,7 +81,7 @@ def budget_of(run: Run, machine: Machine, host_bytes: int) -> tuple[Budget, int]
     return Budget(gpu, host), limit
 
 
-def step_of(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
+def step_of(subject: Subject, run: PlannedRun, machine: Machine, backend: str) -> Step:
     """Returns the step that the runtime of a patched model would choose for
     (runtime/runtime.py)."""
     sizes, document = subject.sizes(run), min(run.tokens, run.model.seq_len)
@@ -116,7 +116,7 @@ def step_of(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
 
 
 def decision_of(
-    subject: Subject, step: Step, run: Run, machine: Machine, budget: Budget
+    subject: Subject, step: Step, run: PlannedRun, machine: Machine, budget: Budget
 ) -> Decision:
     """Returns where weights, states and activations live, and what layers keep."""
     if run.engine is not None:
@@ -138,7 +138,7 @@ def decision_of(
     )
 
 
-def _as_weights(subject: Subject, step: Step, run: Run, budget: Budget) -> Decision:
+def _as_weights(subject: Subject, step: Step, run: PlannedRun, budget: Budget) -> Decision:
     """Returns the decision for torch's AdamW: all states are on the GPU, and activations get what
     is left."""
     specs = subject.blocks(movable=False)
@@ -150,7 +150,7 @@ def _as_weights(subject: Subject, step: Step, run: Run, budget: Budget) -> Decis
 
 
 def _decide_sharded(
-    subject: Subject, step: Step, run: Run, machine: Machine, budget: Budget, engine: Layout
+    subject: Subject, step: Step, run: PlannedRun, machine: Machine, budget: Budget, engine: Layout
 ) -> Decision:
     """Returns the decision under an engine, which holds weights and states: activations get what is
     free when training begins."""
@@ -171,7 +171,7 @@ def _decide_sharded(
 
 
 def exchanges_of(
-    subject: Subject, sizes: Sizes, run: Run, machine: Machine
+    subject: Subject, sizes: Sizes, run: PlannedRun, machine: Machine
 ) -> tuple[Exchanged, ...]:
     passes, p = run.gradient_accumulation_steps, subject.parameters
     if run.engine is None:

@@ -43,7 +43,7 @@ from longctx.settings import LABELLED, PatchOptions, TaskName, scored_tokens
 from longctx.system import installed
 from longctx.train.engines.layout import Layout
 from longctx.train.loading.pretrained import made_dense
-from longctx.train.lora.adapters import with_lora
+from longctx.train.lora.peft_adapters import with_lora
 from longctx.train.lora.quantise import packed_bytes, quantise_shapes_, waits_on_host
 from longctx.train.lora.shapes import with_lora_shapes
 from longctx.train.options.config import ModelArguments
@@ -56,7 +56,7 @@ DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PlannedRun:
     """The options of a run that decide about memory and time, by their names."""
 
     model: ModelArguments
@@ -109,14 +109,14 @@ class Run:
     def value(self, option: str) -> Any:
         return getattr(self if option in _OF_RUN else self.model, option)
 
-    def having(self, **options: Any) -> Run:
+    def having(self, **options: Any) -> PlannedRun:
         """Returns the run with other options."""
         model = {name: value for name, value in options.items() if name not in _OF_RUN}
         rest = {name: value for name, value in options.items() if name in _OF_RUN}
         return replace(self, model=replace(self.model, **model), **rest)
 
 
-_OF_RUN = {field.name for field in fields(Run)}
+_OF_RUN = {field.name for field in fields(PlannedRun)}
 """The names of a run's own options. All others are the model's."""
 
 
@@ -205,7 +205,7 @@ class Subject:
         self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self._blocks: dict[tuple[bool, bool, bool], list[BlockSpec]] = {}
         self.parameters = parameters_of(self.model, self.blocks(movable=False))
-        self.plans: list[tuple[tuple[Run, Machine, int], Any]] = []
+        self.plans: list[tuple[tuple[PlannedRun, Machine, int], Any]] = []
         """The plans that were made of it (predict.py), each with what was asked for."""
 
     def blocks(
@@ -253,7 +253,7 @@ class Subject:
         is none."""
         return tower_sizes(inside_peft(self.model))
 
-    def images(self, run: Run, machine: Machine) -> Images | None:
+    def images(self, run: PlannedRun, machine: Machine) -> Images | None:
         """Returns the images of a run's batch on one GPU; None where rows have text alone."""
         if run.image is None or self.tower is None:
             return None
@@ -265,7 +265,7 @@ class Subject:
             trained=run.model.train_vision,
         )
 
-    def unknown(self, run: Run) -> str | None:
+    def unknown(self, run: PlannedRun) -> str | None:
         """Returns why the cost of a layer of a run is unknown; None if its plan has it."""
         found = self.any_layers(run)
         return found.why_unknown(self.sizes(run)) if found else None
@@ -279,11 +279,11 @@ class Subject:
         """Returns the same model with other adapters and 4-bit weights."""
         return Subject(self.whole, args, self.device)
 
-    def schedules(self, run: Run) -> bool:
+    def schedules(self, run: PlannedRun) -> bool:
         """Whether our schedule runs the layers, by the run's options and the configuration."""
         return run.model.schedules and self.why_not is None
 
-    def declined(self, run: Run) -> str | None:
+    def declined(self, run: PlannedRun) -> str | None:
         """Returns what is said of a run of class_type custom whose layers are Hugging Face's."""
         if not run.model.schedules or self.why_not is None:
             return None
@@ -300,7 +300,7 @@ class Subject:
         """The dimensions that the schedule sees, whatever the options of a run."""
         return model_sizes(inside_peft(self.model), PatchOptions(), DTYPE)
 
-    def any_layers(self, run: Run) -> AnyLayers | None:
+    def any_layers(self, run: PlannedRun) -> AnyLayers | None:
         """Returns what is known of layers of --class_type any; None for a run of another."""
         if run.model.class_type != "any":
             return None
@@ -316,7 +316,7 @@ class Subject:
             )
         return self._any[backend]
 
-    def sizes(self, run: Run) -> Sizes:
+    def sizes(self, run: PlannedRun) -> Sizes:
         if self.schedules(run):
             model = run.model
             sizes = replace(

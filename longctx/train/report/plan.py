@@ -35,7 +35,7 @@ from longctx.train.plan.changes import Change, changes
 from longctx.train.plan.measure import gpu_here, this_machine
 from longctx.train.plan.predict import Plan, longest, plan
 from longctx.train.plan.shortage import Shortage, shortage
-from longctx.train.plan.subject import Run, Subject
+from longctx.train.plan.subject import PlannedRun, Subject
 from longctx.train.program import Parser
 from longctx.train.report.plan_numbers import Answer, as_json
 from longctx.train.report.plan_page import write_html
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _answer(
-    args: Namespace, subject: Subject, run: Run, machine: Machine, max_steps: int
+    args: Namespace, subject: Subject, run: PlannedRun, machine: Machine, max_steps: int
 ) -> Answer:
     """Plans the run, with what lacks and ways out if it does not fit, and what else is asked."""
     host = host_share_bytes()
@@ -223,7 +223,7 @@ def less_memory(subject: Subject, planned: Plan, host: int) -> list[Plan]:
     return [found for found in tried if found.fits]
 
 
-def sweep(subject: Subject, run: Run, machine: Machine, host: int) -> list[Plan]:
+def sweep(subject: Subject, run: PlannedRun, machine: Machine, host: int) -> list[Plan]:
     """Lengths that fit, each twice the one before, and the longest. Each has room for the row's
     images."""
     last = longest(subject, run, machine, host)

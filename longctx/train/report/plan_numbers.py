@@ -13,10 +13,10 @@ from longctx.cost.machines import Machine
 from longctx.cost.peak import Phase, peak
 from longctx.loop.states import describe_states
 from longctx.train.plan.changes import Change
-from longctx.train.plan.given import written
 from longctx.train.plan.predict import Plan
 from longctx.train.plan.shortage import Shortage, held_on_host
 from longctx.train.plan.subject import DTYPE
+from longctx.train.plan.written_plan import plan_as_json
 
 DAY = 24 * 60 * 60
 
@@ -79,7 +79,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         seconds = {name: round(s, 4) for name, s in planned.seconds._asdict().items()}
         result |= {"link_s": seconds.pop("link"), "parts_s": seconds}
     if fits and run.exact and engine is None and run.gpus == 1:
-        result["plan"] = written(planned)
+        result["plan"] = plan_as_json(planned)
     if planned.images is not None:
         result["images"] = _images(planned, planned.images)
     return result | _days(answer, planned) | _others(answer)

@@ -37,11 +37,11 @@ from longctx.train.data.pack.batches import as_arrays
 from longctx.train.engines import Engine, choose_engine
 from longctx.train.options.config import ModelArguments, TrainArguments
 from longctx.train.plan.changes import changes
-from longctx.train.plan.given import read_given
 from longctx.train.plan.measure import known_machine
 from longctx.train.plan.predict import Plan, plan
 from longctx.train.plan.shortage import shortage
 from longctx.train.plan.subject import Subject
+from longctx.train.plan.written_plan import read_given
 from longctx.train.report.plan_numbers import Answer, as_json
 from longctx.train.report.plan_run import check_known, run_of
 from longctx.train.report.plan_text import show_short
@@ -226,7 +226,7 @@ def document_tokens(rows: Any) -> int | None:
 # --- predicted and measured ------------------------------------------------------------------
 
 
-class Part(NamedTuple):
+class PlanPart(NamedTuple):
     key: str
     what: str
     unit: str
@@ -249,7 +249,8 @@ class Part(NamedTuple):
 
 
 def measure(trainer: Any, first_step: int) -> dict[str, float]:
-    """Returns what a finished run took, by `Part`'s keys. A run's first logged step compiles."""
+    """Returns what a finished run took, by `PlanPart`'s keys. A run's first logged step
+    compiles."""
     memory = peak_memory(trainer.args.device)
     held = held_host_bytes() / trainer.args.world_size
     found = {"gpu_gib": memory.get("peak_gpu_gib", 0.0), "host_gib": held / GIB}
@@ -277,7 +278,7 @@ def as_planned(planned: Plan, ladder: Ladder, places: list[Place] | None) -> boo
 _EXTRAPOLATED = "layers were measured at two lengths, and memory is what is promised of them"
 
 
-def compare(planned: Plan, measured: dict[str, float], as_planned: bool) -> list[Part]:
+def compare(planned: Plan, measured: dict[str, float], as_planned: bool) -> list[PlanPart]:
     most, seconds = peak(planned.phases), planned.seconds
     largest = max(most.buffers, key=lambda name: most.buffers[name])
     parts = ("products", "attention", "memory", "layers", "waits")
@@ -308,13 +309,13 @@ def compare(planned: Plan, measured: dict[str, float], as_planned: bool) -> list
         ("step_s", "a step", "s", seconds.step, 0.01),
     )
     return [
-        Part(key, what, unit, predicted, measured[key], least, whys[key])
+        PlanPart(key, what, unit, predicted, measured[key], least, whys[key])
         for key, what, unit, predicted, least in rows
         if measured.get(key)
     ]
 
 
-def lines(found: list[Part]) -> list[str]:
+def lines(found: list[PlanPart]) -> list[str]:
     """Returns lines: one of all parts, and one for each that is off."""
     both = ", ".join(
         f"{p.what} {p.predicted:.3g} and {p.measured:.3g} {p.unit} ({p.error:+.1%})" for p in found

@@ -26,7 +26,7 @@ LARGEST_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class LoggedRun:
     """One run, as its folder says."""
 
     name: str
@@ -63,7 +63,7 @@ class Run:
         return max((int(x) for x in self.values("tokens") if math.isfinite(x)), default=None)
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[LoggedRun]:
     """The runs of these folders or metrics files, each with a name of its own. Raises UserError."""
     files = [metrics_path(path) for path in paths]
     names = [file.parent.resolve().name for file in files]
@@ -72,11 +72,11 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     return [_read(name, file) for name, file in zip(names, files, strict=True)]
 
 
-def _read(name: str, file: Path) -> Run:
+def _read(name: str, file: Path) -> LoggedRun:
     record = read_record(file.parent) or {}
     saved, options = dict(_defined(file.parent)), record.get("options")
     known = saved | (options if isinstance(options, dict) else {})
-    return Run(name=name, lines=read_metrics(file), record=record, options=known)
+    return LoggedRun(name=name, lines=read_metrics(file), record=record, options=known)
 
 
 def _defined(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -138,7 +138,7 @@ def read_metrics(path: Path) -> list[Line]:
     return lines
 
 
-def moved(losses: Sequence[float]) -> str:
+def loss_change(losses: Sequence[float]) -> str:
     """How a loss went, from its first value to its last; a single value went nowhere."""
     ends = losses if len(losses) < 2 else (losses[0], losses[-1])
     return " -> ".join(f"{loss:.4f}" for loss in ends)

@@ -15,7 +15,7 @@ import xxhash
 from tqdm.auto import tqdm
 
 from longctx.errors import printable
-from longctx.train.safety.files import open_regular
+from longctx.train.safety.strange_files import open_regular
 
 READ_BYTES = 1 << 20  # 10.4 GB/s; 16 MiB blocks leave the processor's cache and give 4.1 GB/s
 PROGRESS_BYTES = 1 << 30

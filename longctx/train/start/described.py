@@ -11,7 +11,7 @@ from typing import Any
 from longctx.families.adapters import adapts_experts, inside_peft
 from longctx.loop.collectives import whole_numel
 from longctx.train.options.config import DataArguments, ModelArguments, TrainArguments
-from longctx.train.options.limits import given
+from longctx.train.options.limits import non_defaults
 from longctx.train.output.definition import plain
 from longctx.train.output.public import hub_id
 from longctx.train.output.record import FORMAT, Record, machine, versions
@@ -104,5 +104,5 @@ def _options(*owners: Any) -> dict[str, Any]:
     }
     for owner in owners:
         defaults = vars(type(owner))
-        found |= {name: x for name, x in given(owner).items() if x or defaults.get(name)}
+        found |= {name: x for name, x in non_defaults(owner).items() if x or defaults.get(name)}
     return {name: plain(value) for name, value in found.items() if name not in _NOT_CHOSEN}

@@ -42,8 +42,8 @@ from longctx.system import installed
 from longctx.train.engines import Engine, Plain
 from longctx.train.loading.pretrained import read_config, read_model, unreadable
 from longctx.train.loading.quantised import note_preset
-from longctx.train.loading.weights import holds_nf4
-from longctx.train.lora.adapters import adapter_bytes, add_adapters, check_lora, check_peft
+from longctx.train.loading.weight_files import holds_nf4
+from longctx.train.lora.peft_adapters import adapter_bytes, add_adapters, check_lora, check_peft
 from longctx.train.lora.quantise import (
     check_experts,
     check_quantize,
@@ -54,8 +54,7 @@ from longctx.train.lora.quantise import (
     resting_place,
 )
 from longctx.train.options.config import ModelArguments
-from longctx.train.options.presets import PRESETS
-from longctx.train.options.source import ModelSource
+from longctx.train.options.source import PRESETS, ModelSource
 
 
 def load_config(

@@ -29,7 +29,7 @@ from longctx.train.options.config import (
     parse_flags,
 )
 from longctx.train.options.exact_states import uses_exact_states
-from longctx.train.options.limits import given, idle_options
+from longctx.train.options.limits import idle_options, non_defaults
 from longctx.train.safety.processes import make_room_for_workers
 from longctx.train.start.loading import compute_dtype
 
@@ -53,7 +53,7 @@ def parse_args(
             "evaluation runs once, when training is over; `--eval_strategy steps --eval_steps N` "
             "evaluates on the way"
         )
-    if args.task in _COMPARES and "learning_rate" not in given(args):
+    if args.task in _COMPARES and "learning_rate" not in non_defaults(args):
         print_rank0(
             f"--learning_rate {args.learning_rate:g} is transformers' default; that of TRL's "
             f"trainer for {args.task} is 1e-06"
@@ -183,7 +183,9 @@ def rehearse(args: TrainArguments, steps: int) -> None:
     """Makes optimizer and schedule on trial where options ask for others than the defaults, whose
     `transformers.Trainer` nobody has to import then. Raises UserError for what would end the run
     when Trainer makes them."""
-    if any(name.startswith(_REHEARSED) and name != "optimizer_states" for name in given(args)):
+    if any(
+        name.startswith(_REHEARSED) and name != "optimizer_states" for name in non_defaults(args)
+    ):
         from longctx.train.start.optimization import try_optimization
 
         try_optimization(args, steps)

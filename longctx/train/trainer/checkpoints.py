@@ -20,8 +20,8 @@ from longctx.errors import UserError, print_rank0
 from longctx.families.adapters import inside_peft
 from longctx.families.vision import copy_processor
 from longctx.train.engines import Engine
-from longctx.train.lora.adapters import save_config
 from longctx.train.lora.foreign import check_resumed
+from longctx.train.lora.peft_adapters import save_config
 from longctx.train.output import STATE
 from longctx.train.output.card import write_card
 from longctx.train.output.definition import RunDefinition
@@ -45,7 +45,7 @@ from longctx.train.output.save import (
     rotate,
     try_on_all_ranks,
 )
-from longctx.train.output.states import state_files
+from longctx.train.output.state_files import state_files
 from longctx.train.trainer.exact import overrides
 from longctx.train.trainer.stopping import name_trained_ends, trained_ends
 from longctx.train.trainer.task_trainer import TaskTrainer

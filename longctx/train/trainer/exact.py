@@ -40,8 +40,8 @@ from longctx.train.output.resume import (
     explained_damage,
     require_whole_best,
 )
-from longctx.train.output.states import read_states, state_files, write_states
-from longctx.train.plan.given import read_given
+from longctx.train.output.state_files import read_states, state_files, write_states
+from longctx.train.plan.written_plan import read_given
 
 SHARD_BYTES = 4 * 10**9
 SCHEDULED = "longctx_groups"

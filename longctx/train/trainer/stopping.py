@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from longctx.constants import IGNORE_INDEX
 from longctx.train.data.chat.ends import end_tokens
 from longctx.train.data.chat.rendering import ending_of
-from longctx.train.loading.stopping import name_ends
+from longctx.train.loading.stop_tokens import name_ends
 
 ROWS = 256
 """The rows that are looked at."""

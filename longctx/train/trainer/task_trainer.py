@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longctx.attention.shards import Shards
 from longctx.constants import IGNORE_INDEX
-from longctx.train.tasks.protocol import Measured, Task
+from longctx.train.tasks.protocol import Metric, Task
 from longctx.train.trainer.exact import ExactTrainer, overrides
 from longctx.train.trainer.towers import Towers
 
@@ -29,7 +29,7 @@ class Tally:
     def __init__(self) -> None:
         self._found: dict[str, Tensor] = {}
 
-    def add(self, metrics: Mapping[str, Measured]) -> None:
+    def add(self, metrics: Mapping[str, Metric]) -> None:
         for name, measured in metrics.items():
             values = measured.values.detach().double()
             both = torch.stack([values.sum(), values.new_tensor(len(values))])

@@ -25,8 +25,8 @@ from longctx.loop.metrics import Throughput, device_peak_flops, figures, paramet
 from longctx.ranges import COUNT, check_argument
 from longctx.runtime.runtime import patched_part
 from longctx.train.engines import Engine, choose_engine
-from longctx.train.engines.peers import end_with_peers
-from longctx.train.lora.adapters import Reached
+from longctx.train.engines.lost_ranks import end_with_peers
+from longctx.train.lora.peft_adapters import Reached
 from longctx.train.options.config import TrainArguments, with_our_options
 from longctx.train.output.definition import RunDefinition
 from longctx.train.safety.processes import explained_workers

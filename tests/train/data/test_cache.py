@@ -29,8 +29,8 @@ from longctx.train.data.pack.cache import (
     tokenizer_identity,
     write_arrow,
 )
+from longctx.train.data.packed_rows import RowOptions, build_dataset
 from longctx.train.data.row_report import read_report
-from longctx.train.data.rows import RowOptions, build_dataset
 from longctx.train.options.config import DataArguments
 from longctx.train.safety import checksum
 

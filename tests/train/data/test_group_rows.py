@@ -13,12 +13,12 @@ from datasets import Dataset
 from small_tokenizer import small_tokenizer
 
 from longctx.errors import UserError
-from longctx.train.data import rows as data
+from longctx.train.data import packed_rows as data
 from longctx.train.data.origins import check_sources, document_names
 from longctx.train.data.pack.batches import as_arrays, collate_separate, collate_shared
 from longctx.train.data.pack.cache import content_of
 from longctx.train.data.pack.packing_groups import GROUP_ROW_FEATURES
-from longctx.train.data.rows import RowOptions, build_dataset
+from longctx.train.data.packed_rows import RowOptions, build_dataset
 from longctx.train.data.text import tokens as tokenising
 from longctx.train.options.config import DataArguments
 

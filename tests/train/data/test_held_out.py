@@ -13,8 +13,8 @@ from small_tokenizer import small_tokenizer
 
 from longctx.errors import UserError
 from longctx.train.data.origins import document_names
+from longctx.train.data.packed_rows import RowOptions, build_dataset
 from longctx.train.data.row_report import counts
-from longctx.train.data.rows import RowOptions, build_dataset
 from longctx.train.options.config import DataArguments
 
 

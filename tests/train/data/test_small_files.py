@@ -23,10 +23,10 @@ from small_tokenizer import small_tokenizer
 
 from longctx.errors import UserError
 from longctx.train.data.origins import check_sources, document_names
+from longctx.train.data.packed_rows import RowOptions, build_dataset
 from longctx.train.data.reading import json_values, opened
 from longctx.train.data.reading.files import file_of, find_files
 from longctx.train.data.reading.sources import read_documents
-from longctx.train.data.rows import RowOptions, build_dataset
 from longctx.train.options.config import DataArguments
 
 V = Value("string")

@@ -14,11 +14,11 @@ from datasets import Audio, Dataset, Features, Image, Value, Video
 from small_tokenizer import small_tokenizer
 
 from longctx.errors import UserError
+from longctx.train.data.packed_rows import RowOptions, build_dataset
 from longctx.train.data.reading.media import media_held, medium_named
 from longctx.train.data.reading.picture_sources import undecoded
 from longctx.train.data.reading.records import as_document
 from longctx.train.data.reading.sources import read_documents
-from longctx.train.data.rows import RowOptions, build_dataset
 from longctx.train.data.text.remarks import media_tokens
 from longctx.train.options.config import DataArguments
 

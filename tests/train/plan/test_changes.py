@@ -12,17 +12,17 @@ from longctx.constants import GIB
 from longctx.cost.machines import Machine
 from longctx.errors import UserError
 from longctx.train.engines.layout import FullyShard
-from longctx.train.lora.adapters import with_lora
+from longctx.train.lora.peft_adapters import with_lora
 from longctx.train.lora.shapes import with_lora_shapes
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan import predict
 from longctx.train.plan.changes import changes
 from longctx.train.plan.predict import plan
 from longctx.train.plan.shortage import shortage
-from longctx.train.plan.subject import Run, Subject
+from longctx.train.plan.subject import PlannedRun, Subject
 
 
-def found_changes(request: Run, machine: Machine, host_gib: int, grows: bool = True) -> dict:
+def found_changes(request: PlannedRun, machine: Machine, host_gib: int, grows: bool = True) -> dict:
     found = changes(eight_layers(), request, machine, host_gib * GIB, host_grows=grows)
     assert all(change.plan.fits for change in found)
     return {change.flags: change.plan for change in found}

@@ -29,7 +29,7 @@ from longctx.train.options.config import ModelArguments
 from longctx.train.plan import engines as planned_engines
 from longctx.train.plan.engines import ShardedStates, averaged, exchanged, shared_rows
 from longctx.train.plan.predict import Plan, plan
-from longctx.train.plan.subject import Run, Subject
+from longctx.train.plan.subject import PlannedRun, Subject
 from longctx.train.start.loading import load_config
 
 H200 = MACHINES["h200"]
@@ -201,7 +201,7 @@ def planned(subject: Subject, engine: Layout | None, gpus: int = 1, **options) -
     ranks = options.pop("ranks", 1)
     asked = {"keep": "o", "offload_activations": "none", **options}
     model = ModelArguments(preset="llama-3.2-1b", seq_len=16384, **asked)
-    run = Run(model=model, gpus=gpus, engine=engine, sequence_parallel_size=ranks)
+    run = PlannedRun(model=model, gpus=gpus, engine=engine, sequence_parallel_size=ranks)
     return plan(subject, run, H200, 500 * GIB)
 
 
@@ -290,7 +290,7 @@ def test_four_gpus_of_a_host_share_its_memory(small) -> None:
         model = ModelArguments(
             preset="llama-3.2-1b", seq_len=8192, offload_activations="all", keep="o"
         )
-        run = Run(model=model, gpus=gpus, engine=layout)
+        run = PlannedRun(model=model, gpus=gpus, engine=layout)
         found = plan(small, run, MACHINES["h100"], 800 * GIB)
         assert found.fits and found.machine is MACHINES["h100"]
         return found.seconds.link
@@ -301,7 +301,7 @@ def test_four_gpus_of_a_host_share_its_memory(small) -> None:
 def test_a_host_that_is_too_small_is_refused(small) -> None:
     layout = Zero(processes=2, offloads_weights=True, offloads_states=True)
     model = ModelArguments(preset="llama-3.2-1b", seq_len=8192)
-    found = plan(small, Run(model=model, gpus=2, engine=layout), H200, 4 * GIB)
+    found = plan(small, PlannedRun(model=model, gpus=2, engine=layout), H200, 4 * GIB)
     assert found.problem and "host memory are needed in each process" in found.problem
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from longctx.errors import UserError
 from longctx.train.engines.layout import FullyShard
-from longctx.train.loading.sizes import SIZES
+from longctx.train.loading.config_sizes import SIZES
 from longctx.train.plan.changes import FSDP2 as FSDP2_FLAGS
 from longctx.train.report.plan import main
 from longctx.train.report.plan_text import COLOURS, OTHER, figures, ways_out, wrapped
@@ -71,7 +71,7 @@ def test_adapters(capsys, monkeypatch) -> None:
     """Without PEFT and bitsandbytes: the machine that is planned for has them."""
     for module in (
         "longctx.train.lora.quantise",
-        "longctx.train.lora.adapters",
+        "longctx.train.lora.peft_adapters",
         "longctx.train.plan.subject",
     ):
         monkeypatch.setattr(f"{module}.installed", lambda name: False)

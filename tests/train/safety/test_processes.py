@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from longctx.errors import UserError
 from longctx.train.data.pack.cache import remove_leftovers
-from longctx.train.data.rows import RowOptions, build_dataset
+from longctx.train.data.packed_rows import RowOptions, build_dataset
 from longctx.train.data.text import tokens
 from longctx.train.options.config import DataArguments
 from longctx.train.safety.processes import bound_children, explained_workers, make_room_for_workers

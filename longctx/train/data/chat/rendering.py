@@ -2,7 +2,7 @@
 
 A template is a stranger's program. It can loop for ever or fill the memory inside one call into C,
 where Python handles no signal, so it runs in a child process with limits of its own, which lives as
-long as this one and renders while this one tokenises. masks.py says what the child does.
+long as this one and renders while this one tokenises. assistant_masks.py says what the child does.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any, Protocol, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from longctx.errors import UserError
+from longctx.train.data.chat.assistant_masks import MARKERS, Conversation, Ending, EndingOf, PartsOf
 from longctx.train.data.chat.continuations import Continuations, Continued
 from longctx.train.data.chat.conversation import Asked, reason
 from longctx.train.data.chat.ends import EndTokens, Rendered, end_tokens
-from longctx.train.data.chat.masks import MARKERS, Conversation, Ending, EndingOf, PartsOf
-from longctx.train.data.chat.training_templates import Family, Recognition, candidates
+from longctx.train.data.chat.training_templates import Recognition, TemplateFamily, candidates
 from longctx.train.data.reading.records import CHAT_ANSWERS, CHATS, Document
 from longctx.train.safety.processes import die_with_parent, fork, limit_memory
 
@@ -67,7 +67,9 @@ def continued(
         yield from _child().answers(batch)
 
 
-def family_of(tokenizer: PreTrainedTokenizerBase, template: str, where: str = "") -> Family | None:
+def family_of(
+    tokenizer: PreTrainedTokenizerBase, template: str, where: str = ""
+) -> TemplateFamily | None:
     """The family whose chat template this is, by what it renders; None where it is another's."""
     tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     key = template, tuple(sorted(tokens.items()))
@@ -163,7 +165,7 @@ def _end_line(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"; the template ends none, so {tokenizer.eos_token} is added to each"
 
 
-_families: dict[tuple[str, tuple[tuple[str, str], ...]], Family | None] = {}
+_families: dict[tuple[str, tuple[tuple[str, str], ...]], TemplateFamily | None] = {}
 _takes_parts: dict[tuple[str, tuple[tuple[str, str], ...]], bool] = {}
 
 

@@ -41,7 +41,7 @@ from transformers import PreTrainedTokenizerBase
 from longctx.errors import UserError, print_rank0
 from longctx.train.data.chat import training_templates
 from longctx.train.safety.checksum import checksum
-from longctx.train.safety.files import MOST_JSON_BYTES, read_small
+from longctx.train.safety.strange_files import MOST_JSON_BYTES, read_small
 
 FORMAT = 4
 """The number of the format of the files and of what tokenising and packing make of an input. A

@@ -47,7 +47,7 @@ from longctx.train.data.pack.packing import (
     best_fit,
     left_out,
 )
-from longctx.train.data.reading.groups import MISMATCHED, TASKS, Group, Rows
+from longctx.train.data.reading.groups import MISMATCHED, TASKS, AnswerGroup, Rows
 
 GROUP_ROW_FEATURES = Features(
     {
@@ -138,7 +138,7 @@ def check_groups(stats: GroupStats, name: str) -> None:
 
 
 def pack_groups(
-    groups: Iterable[Group],
+    groups: Iterable[AnswerGroup],
     seq_len: int,
     *,
     long_documents: LongDocuments,
@@ -164,7 +164,9 @@ def pack_groups(
         yield build_group_row(packed, seq_len, pad_token_id)
 
 
-def build_group_row(groups: list[Group], seq_len: int, pad_token_id: int) -> dict[str, np.ndarray]:
+def build_group_row(
+    groups: list[AnswerGroup], seq_len: int, pad_token_id: int
+) -> dict[str, np.ndarray]:
     """Lays groups one after another into a row and fills it up with padding."""
     input_ids = np.full(seq_len, pad_token_id, dtype=np.int32)
     labels = np.full(seq_len, IGNORE_INDEX, dtype=np.int32)
@@ -206,7 +208,7 @@ def build_group_row(groups: list[Group], seq_len: int, pad_token_id: int) -> dic
     }
 
 
-def with_mismatched(groups: Iterable[Group]) -> Iterator[Group]:
+def with_mismatched(groups: Iterable[AnswerGroup]) -> Iterator[AnswerGroup]:
     """Yields each group with as many answers of the next group as it has itself. The last group
     gets those of the first. Raises UserError for a single group."""
     following = iter(groups)
@@ -229,7 +231,7 @@ def with_mismatched(groups: Iterable[Group]) -> Iterator[Group]:
         current = after
 
 
-def _usable(groups: Iterable[Group], stats: GroupStats) -> Iterator[Group]:
+def _usable(groups: Iterable[AnswerGroup], stats: GroupStats) -> Iterator[AnswerGroup]:
     """Groups of at least one answer, without those whose answers are equal.
 
     Public datasets hold a few equal pairs. Their loss has no gradient (or trains both answers up
@@ -246,18 +248,18 @@ def _usable(groups: Iterable[Group], stats: GroupStats) -> Iterator[Group]:
             yield group
 
 
-def _has_equal_answers(group: Group) -> bool:
+def _has_equal_answers(group: AnswerGroup) -> bool:
     own = [a for a, side in zip(group.answers, group.sides, strict=True) if side != MISMATCHED]
     return len(own) == 2 and np.array_equal(own[0], own[1])
 
 
 def _fitting(
-    groups: Iterable[Group],
+    groups: Iterable[AnswerGroup],
     seq_len: int,
     long_documents: LongDocuments,
     stats: GroupStats,
     where: Callable[[int], str],
-) -> Iterator[Group]:
+) -> Iterator[AnswerGroup]:
     """Groups of at most seq_len tokens."""
     following = iter(groups)
     for group in following:
@@ -288,7 +290,9 @@ def _fitting(
         yield group
 
 
-def cut_group(group: Group, seq_len: int, long_documents: LongDocuments) -> Group | None:
+def cut_group(
+    group: AnswerGroup, seq_len: int, long_documents: LongDocuments
+) -> AnswerGroup | None:
     """The group in seq_len tokens; None where a prompt that keeps its tokens leaves no room for the
     answers, or answers that keep theirs none for the prompt, or a prompt with pictures less."""
     if long_documents == "truncate_start":
@@ -310,7 +314,7 @@ def _longest_answer(lengths: list[int], room: int) -> int:
     return room // len(left) if left else max(lengths)
 
 
-def _too_long(groups: list[Group], seq_len: int, where: Callable[[int], str]) -> UserError:
+def _too_long(groups: list[AnswerGroup], seq_len: int, where: Callable[[int], str]) -> UserError:
     longest = max(groups, key=len)
     others = f" ({len(groups) - 1:,} others are too long as well)" if len(groups) > 1 else ""
     smaller = ", lower --image_pixels" if longest.pictures else ""

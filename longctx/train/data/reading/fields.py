@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from longctx.errors import UserError
-from longctx.train.data.reading.values import is_flag, kind, parse_json, shown
+from longctx.train.data.reading.values import excerpt, is_flag, kind, parse_json
 
 WHOLE_RECORDS = "records are trained whole or left out of the file"
 BY_TURN = "write `train`: true or false on the turns"
@@ -56,7 +56,7 @@ def check_choices(
             continue
         if is_flag(value) and any(is_flag(same) and bool(value) == same for same in accepted):
             continue
-        raise UserError(f"{where}: `{key}` is {shown(value)}, which is not read: {cure}")
+        raise UserError(f"{where}: `{key}` is {excerpt(value)}, which is not read: {cure}")
 
 
 def system_turn(

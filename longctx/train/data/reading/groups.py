@@ -40,7 +40,7 @@ READERS = {"pairs": "a task of pairs", "rated": "--task kto"}
 
 
 @dataclass(frozen=True)
-class Group:
+class AnswerGroup:
     """A prompt and its answers. A prompt has at least one token: it predicts each answer's first
     one. `len(group)` is the tokens of all of them."""
 
@@ -84,7 +84,7 @@ SEEN = {"pictures": Value("int32"), "pixels": Value("int64")}
 GROUP_SEEN_FEATURES = Features({**GROUP_TOKEN_FEATURES, **SEEN})
 
 
-def columns_of(group: Group) -> dict[str, Any]:
+def columns_of(group: AnswerGroup) -> dict[str, Any]:
     """A row of GROUP_SEEN_FEATURES."""
     parts = [group.prompt, *group.answers]
     return {
@@ -107,10 +107,10 @@ def group_of(
     record: int,
     pictures: int = 0,
     pixels: int = 0,
-) -> Group:
+) -> AnswerGroup:
     """The group that `columns_of` wrote."""
     prompt, *answers = np.split(input_ids, np.cumsum(lengths)[:-1])
-    return Group(
+    return AnswerGroup(
         prompt,
         tuple(answers),
         tuple(map(int, sides)),

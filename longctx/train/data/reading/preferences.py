@@ -39,7 +39,7 @@ from longctx.train.data.reading.fields import (
 )
 from longctx.train.data.reading.groups import Rows
 from longctx.train.data.reading.turns import REASONING, read_turns
-from longctx.train.data.reading.values import is_flag, kind, shown
+from longctx.train.data.reading.values import excerpt, is_flag, kind
 
 PAIRS = "`chosen` and `rejected` beside a `prompt`, or as whole conversations"
 RATED = "`prompt`, `completion` and `label`"
@@ -71,7 +71,8 @@ def read_group(given: Mapping[str, Any], rows: Rows, where: str) -> Read | None:
         label = given["label"]
         if not is_flag(label):
             raise UserError(
-                f"{where}: `label` must be true (a desirable answer) or false, found {shown(label)}"
+                f"{where}: `label` must be true (a desirable answer) or false, found "
+                f"{excerpt(label)}"
             )
         sides = [0 if label else 1]
     elif is_pair(given):
@@ -314,5 +315,5 @@ def _check_answer(turns: Turns, key: str, where: str) -> None:
 def _margin(value: Any, where: str) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not -LARGEST_MARGIN <= value <= LARGEST_MARGIN:
-        raise UserError(f"{where}: `margin` must be a number, found {shown(value)}")
+        raise UserError(f"{where}: `margin` must be a number, found {excerpt(value)}")
     return float(value)

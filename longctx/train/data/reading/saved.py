@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.errors import UserError
-from longctx.train.safety.files import read_json
+from longctx.train.safety.strange_files import read_json
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
 

@@ -4,8 +4,8 @@
     chats.jsonl, a.json, a.csv,        one document a record (json_values.py, tables.py;
     a.parquet, a.jsonl.gz, ...         records.py says what a record holds)
 
-files.py says which files are read, kinds.py what a file is, and named.py reads --dataset_name.
-Every error is a one-line UserError that names the file (and line) and what to do.
+files.py says which files are read, kinds.py what a file is, and named_datasets.py reads
+--dataset_name. Every error is a one-line UserError that names the file (and line) and what to do.
 """
 
 from __future__ import annotations

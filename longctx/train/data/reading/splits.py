@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import yaml
 
-from longctx.train.safety.files import read_small
+from longctx.train.safety.strange_files import read_small
 
 TRAIN = frozenset({"train", "training"})
 HELD_OUT = frozenset({"test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"})
@@ -43,7 +43,7 @@ Side = Literal["train", "held out", ""]
 
 
 @dataclass
-class Choice:
+class SplitChoice:
     """The files of a folder to read as training rows, and the others."""
 
     read: list[Path]
@@ -54,7 +54,7 @@ class Choice:
     rows of one set beside others, None where they tell nothing."""
 
 
-def choose(records: Sequence[Path], folder: Path) -> Choice:
+def choose(records: Sequence[Path], folder: Path) -> SplitChoice:
     """Returns which of a folder's files of records are read."""
     named = {path.relative_to(folder): path for path in records}
     configs = _configs(folder, list(named))
@@ -71,19 +71,19 @@ def choose(records: Sequence[Path], folder: Path) -> Choice:
         if path not in read:
             left.setdefault(path, "the README names it for no split that is read")
     note = _NOTHING_ELSE if any(sides[key] == "held out" for key in trained) else ""
-    return Choice(list(read), left, note if note or left or len(trained) > 1 else None)
+    return SplitChoice(list(read), left, note if note or left or len(trained) > 1 else None)
 
 
-def _by_side(sides: Mapping[Path, Side], folder: Path) -> Choice:
+def _by_side(sides: Mapping[Path, Side], folder: Path) -> SplitChoice:
     """The choice where names alone tell. Files with no word of a split are read as training rows;
     held-out ones are read if there is nothing else."""
     read = [path for path, side in sides.items() if side != "held out"]
     if not read:
-        return Choice(list(sides), note=_NOTHING_ELSE if sides else None)
+        return SplitChoice(list(sides), note=_NOTHING_ELSE if sides else None)
     left = {path: "not the split train" for path in sides if sides[path] == "held out"}
     told = any(sides.values())
     sets = {_set_of(path.relative_to(folder)) for path in read}
-    return Choice(read, left, "" if left or (told and len(sets) > 1) else None)
+    return SplitChoice(read, left, "" if left or (told and len(sets) > 1) else None)
 
 
 def _side(path: Path) -> Side:

@@ -15,7 +15,7 @@ from typing import Any
 
 from longctx.errors import UserError
 from longctx.train.data.reading.media import COLUMNS, CURES, NOUNS, PARTS, part_medium
-from longctx.train.data.reading.values import check_depth, fault, is_flag, kind, parse_json, shown
+from longctx.train.data.reading.values import check_depth, excerpt, fault, is_flag, kind, parse_json
 
 ROLES = {
     "system": "system",
@@ -174,10 +174,10 @@ def _is_trained(turn: Mapping[str, Any], role: str, at: str) -> bool:
     for key, value in said.items():
         if not is_flag(value):
             wanted = "0 or 1" if key == "weight" else "true or false"
-            raise UserError(f"{at}: `{key}` must be {wanted}, found {shown(value)}")
+            raise UserError(f"{at}: `{key}` must be {wanted}, found {excerpt(value)}")
         if value and role != "assistant":
             raise UserError(
-                f"{at}: `{key}` is {shown(value)} on a {role} turn, but only assistant turns are "
+                f"{at}: `{key}` is {excerpt(value)} on a {role} turn, but only assistant turns are "
                 "trained: leave it out there"
             )
     if len({bool(value) for value in said.values()}) > 1:

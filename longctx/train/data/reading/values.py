@@ -19,7 +19,7 @@ def is_flag(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) and value in (0, 1)
 
 
-def shown(value: Any) -> str:
+def excerpt(value: Any) -> str:
     """A value as JSON writes it, shortened."""
     try:
         text = json.dumps(value)

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from longctx.errors import UserError
 from longctx.train.data.chat.rendering import continued
-from longctx.train.data.reading.groups import Group
+from longctx.train.data.reading.groups import AnswerGroup
 from longctx.train.data.reading.records import CHAT_ANSWERS, Document
 from longctx.train.data.text.encoding import (
     check_chat_template,
@@ -49,7 +49,7 @@ def encode_groups(
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None = None,
     pictures: Pictures | None = None,
-) -> list[Group]:
+) -> list[AnswerGroup]:
     """Tokenises documents of prompts with their answers, in order. `pictures` are those of a model
     that sees some.
 
@@ -75,7 +75,7 @@ def encode_groups(
 
 def _strings(
     document: Document, tokenizer: PreTrainedTokenizerBase, pictures: Pictures | None
-) -> Group:
+) -> AnswerGroup:
     content = document.content
     prompt = prompt_ids(tokenizer, content["prompt"])
     if content.get("joined"):
@@ -96,7 +96,7 @@ def _strings(
 
 def _chats(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, pictures: Pictures | None
-) -> Iterator[Group]:
+) -> Iterator[AnswerGroup]:
     for document in documents[:1]:
         check_chat_template(tokenizer, document.where)
     texts = continued(documents, tokenizer, parts=pictures is not None)
@@ -165,8 +165,8 @@ def _start(tokenizer: PreTrainedTokenizerBase, where: str) -> np.ndarray:
 
 def _group(
     content: dict[str, Any], prompt: np.ndarray, answers: Sequence[np.ndarray], dropped: int = 0
-) -> Group:
-    return Group(
+) -> AnswerGroup:
+    return AnswerGroup(
         prompt,
         tuple(answers),
         tuple(content["sides"]),

@@ -30,9 +30,9 @@ from longctx.system import expanded
 from longctx.train.data.pack.cache import cache_path, digest, mark_used, write_text
 from longctx.train.data.reading.files import stdlib_files
 from longctx.train.data.reading.sources import read_documents
-from longctx.train.data.text.trial import try_tokenizer
+from longctx.train.data.text.tokenizer_trial import try_tokenizer
 from longctx.train.options.config import DataArguments, ModelArguments
-from longctx.train.safety.files import MOST_JSON_BYTES, read_small, refuse_odd, refuse_run
+from longctx.train.safety.strange_files import MOST_JSON_BYTES, read_small, refuse_odd, refuse_run
 
 LARGEST_ID = 2**24
 """The largest vocabularies have 300,000 tokens."""

@@ -1,8 +1,8 @@
 """Records into tokens, once a tokenizer: one row a record, on disk.
 
 A row is a document's tokens and which of them are trained (encoding.py), or the tokens of a prompt
-and its answers (encoding_groups.py). Rows of `seq_len` are packed from them (rows.py); another
-length, seed or way to cut long documents tokenises nothing again.
+and its answers (encoding_groups.py). Rows of `seq_len` are packed from them (packed_rows.py);
+another length, seed or way to cut long documents tokenises nothing again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from longctx.train.data.reading.groups import (
     GROUP_SEEN_FEATURES,
     GROUP_TOKEN_FEATURES,
     SEEN,
-    Group,
+    AnswerGroup,
     Rows,
     columns_of,
     group_of,
@@ -214,7 +214,7 @@ def pieces_of(tokens: Dataset, order: Iterable[int]) -> Iterator[Piece]:
         yield Piece(ids, trained, int(i), *seen)
 
 
-def groups_of(tokens: Dataset, order: Iterable[int]) -> Iterator[Group]:
+def groups_of(tokens: Dataset, order: Iterable[int]) -> Iterator[AnswerGroup]:
     """The groups of `tokens_of` with these numbers, in this order."""
     column = {name: tokens.data.column(name) for name in tokens.column_names}
     for i in order:

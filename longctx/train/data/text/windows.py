@@ -61,7 +61,7 @@ _ATOM = re.compile(r"(\\[pP]\{[^}]*\}|\\.|\[(?:\\.|[^\]\\])+\]|.)([*+]|\{\d*,\})
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TextTokens:
     ids: np.ndarray  # (n,) int32
     offsets: np.ndarray | None = None  # (n, 2) int64: each token's [start, end) in the text
 
@@ -72,7 +72,7 @@ def tokenise(
     *,
     add_special_tokens: bool = True,
     offsets: bool = False,
-) -> Tokens:
+) -> TextTokens:
     """Returns what `tokenizer(text)` gives, as arrays. Offsets need a fast tokenizer and no special
     tokens."""
     ends = _special_tokens(tokenizer, text) if add_special_tokens else ([], [])
@@ -83,7 +83,7 @@ def tokenise(
     spliced = _Spliced(tokenizer, text, offsets)
     before, after = (np.array(ids, dtype=np.int32) for ids in ends)
     ids = np.concatenate([before, *spliced.take("ids"), after])
-    return Tokens(ids, np.concatenate(list(spliced.take("offsets"))) if offsets else None)
+    return TextTokens(ids, np.concatenate(list(spliced.take("offsets"))) if offsets else None)
 
 
 def call(tokenizer: PreTrainedTokenizerBase, texts: str | list[str], **options: Any) -> Any:
@@ -107,12 +107,12 @@ def call(tokenizer: PreTrainedTokenizerBase, texts: str | list[str], **options: 
 
 def _whole(
     tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool, offsets: bool
-) -> Tokens:
+) -> TextTokens:
     encoded = call(
         tokenizer, text, add_special_tokens=add_special_tokens, return_offsets_mapping=offsets
     )
     spans = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2) if offsets else None
-    return Tokens(np.array(encoded["input_ids"], np.int32), spans)
+    return TextTokens(np.array(encoded["input_ids"], np.int32), spans)
 
 
 @dataclass

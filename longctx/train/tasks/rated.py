@@ -12,9 +12,9 @@ from torch import Tensor
 from longctx.errors import UserError
 from longctx.losses.kto import kto_loss
 from longctx.train.data.reading.groups import MISMATCHED, SIDE_NAMES
-from longctx.train.tasks.answers import answer_log_probs
+from longctx.train.tasks.answer_values import answer_log_probs
 from longctx.train.tasks.collate import answers_collator
-from longctx.train.tasks.protocol import Batch, Measured, Task, Values
+from longctx.train.tasks.protocol import Batch, Metric, Task, Values
 from longctx.train.tasks.scoring import attach_scoring
 
 DESIRABLE = SIDE_NAMES["rated"].index("desirable")
@@ -68,10 +68,10 @@ class KTO(Task):
             undesirable_weight=o.undesirable_weight,
         )
         rewards = o.beta * (policy - reference[rated]).detach()
-        metrics = {"kl": Measured(kl.view(1), rows[:1])} if self.mismatched else {}
+        metrics = {"kl": Metric(kl.view(1), rows[:1])} if self.mismatched else {}
         for name, of in (("chosen", desirable), ("rejected", ~desirable)):
-            metrics[f"rewards/{name}"] = Measured(rewards[of], rows[of])
-            metrics[f"logps/{name}"] = Measured(policy.detach()[of], rows[of])
+            metrics[f"rewards/{name}"] = Metric(rewards[of], rows[of])
+            metrics[f"logps/{name}"] = Metric(policy.detach()[of], rows[of])
         return Values(losses=losses, rows=rows, metrics=metrics)
 
 

@@ -1,6 +1,7 @@
 """Packed rows of a dataset that is read while training runs (--streaming): nothing is kept on disk.
 
-The steps are those of rows.py, but records are shuffled through a buffer instead of all at once.
+The steps are those of packed_rows.py, but records are shuffled through a buffer instead of all at
+once.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from longctx.errors import UserError
 from longctx.system import expanded
 from longctx.train.data.pack.cache import digest
 from longctx.train.engines import Engine
-from longctx.train.engines.peers import end_with_peers
+from longctx.train.engines.lost_ranks import end_with_peers
 from longctx.train.loading.pretrained import computed_by, weights_identity
 from longctx.train.options.config import DataArguments, ModelArguments, TrainArguments
 from longctx.train.options.source import ModelSource

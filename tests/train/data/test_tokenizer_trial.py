@@ -12,7 +12,7 @@ from small_tokenizer import small_tokenizer
 
 from longctx.errors import UserError
 from longctx.train.data.reading.records import Document
-from longctx.train.data.text import trial
+from longctx.train.data.text import tokenizer_trial as trial
 from longctx.train.data.text.encoding import encode
 from longctx.train.data.text.tokenizer import read_tokenizer
 

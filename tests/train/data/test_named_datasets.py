@@ -5,8 +5,8 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from small_tokenizer import small_tokenizer
 
 from longctx.errors import UserError
-from longctx.train.data.reading.named import check_dataset_name, load_records
-from longctx.train.data.rows import RowOptions, build_dataset
+from longctx.train.data.packed_rows import RowOptions, build_dataset
+from longctx.train.data.reading.named_datasets import check_dataset_name, load_records
 from longctx.train.options.config import DataArguments
 
 

@@ -9,8 +9,8 @@ renders is compared with the tokenizer's own: the prompt of the last trained tur
 that a user's conversation would end with, and the answer the one that the tokenizer's template
 makes of it.
 
-What a template leaves out cannot be learned (shown.py), and neither is an end that is not trained
-(ends.py).
+What a template leaves out cannot be learned (shown_content.py), and neither is an end that is not
+trained (ends.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Literal
 from longctx.errors import UserError
 from longctx.train.data.chat.conversation import Asked, Renderer, unless_refused
 from longctx.train.data.chat.ends import Rendered, Span, with_ends
-from longctx.train.data.chat.shown import check_shown, check_words
+from longctx.train.data.chat.shown_content import check_shown, check_words
 from longctx.train.data.reading.turns import REASONING
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")

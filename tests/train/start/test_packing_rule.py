@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from longctx.errors import UserError
 from longctx.train.commands import train
 from longctx.train.options.config import ModelArguments, TrainArguments
-from longctx.train.start import documents
-from longctx.train.start.documents import needs_one_document
+from longctx.train.start import packing_rule as documents
 from longctx.train.start.loading import weights_bytes
+from longctx.train.start.packing_rule import needs_one_document
 
 TEXTS = [f"Story {i} of a fox. " + "It runs on. " * (1 + i % 5) for i in range(8)]
 JOINED = "does not keep the documents of a packed row apart"

@@ -17,7 +17,7 @@ from longctx.errors import UserError
 from longctx.train.data.chat.conversation import Asked
 from longctx.train.data.chat.ends import Span
 from longctx.train.data.reading.turns import REASONING
-from longctx.train.data.reading.values import shown
+from longctx.train.data.reading.values import excerpt
 
 MUST_SHOW = (*REASONING, "refusal", "audio", "tool_calls", "tools", "functions", "documents")
 """Keys of a turn that a template has to show."""
@@ -29,10 +29,10 @@ def check_shown(conversation: Asked, whole: str, text: Callable[[Asked], str]) -
     was."""
     for name, changed in _without_one(conversation):
         try:
-            shown = text(changed) != whole
+            excerpt = text(changed) != whole
         except UserError:  # the template minds
-            shown = True
-        if not shown:
+            excerpt = True
+        if not excerpt:
             raise UserError(
                 f"{conversation.where}: the chat template leaves out {name}, so the model would "
                 "not see it: use a template that shows it, or write it into `content`"
@@ -79,7 +79,7 @@ def check_words(conversation: Asked, text: str, spans: Sequence[Span]) -> None:
             if squeezed.find(words, first, places[end]) < 0:
                 raise UserError(
                     f"{conversation.where}: the chat template does not show all of `{key}` of turn "
-                    f"{number + 1}, {shown(conversation.messages[number][key])}, so the model "
+                    f"{number + 1}, {excerpt(conversation.messages[number][key])}, so the model "
                     "would not learn it: use a template that shows it, or write `train`: false "
                     "there"
                 )

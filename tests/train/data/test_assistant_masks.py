@@ -6,8 +6,8 @@ import pytest
 from small_tokenizer import PLAIN_CHATML
 
 from longctx.errors import UserError
+from longctx.train.data.chat.assistant_masks import Conversation
 from longctx.train.data.chat.ends import EndTokens
-from longctx.train.data.chat.masks import Conversation
 from longctx.train.data.text.tokenizer import CHAT_TEMPLATE
 
 TURNS = [

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from longctx.errors import UserError
-from longctx.train.loading.sizes import check_raw_sizes, check_sizes
+from longctx.train.loading.config_sizes import check_raw_sizes, check_sizes
 
 
 @pytest.mark.parametrize(

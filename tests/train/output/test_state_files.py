@@ -19,7 +19,7 @@ from small_run import add_callback, run
 from transformers import TrainerCallback
 
 from longctx.errors import UserError
-from longctx.train.output.states import FORMAT, KEY
+from longctx.train.output.state_files import FORMAT, KEY
 
 EXACT = ["--dtype", "bfloat16", "--place", "host"]
 LAYER = "optimizer.01.safetensors"

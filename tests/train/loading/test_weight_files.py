@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from longctx.errors import UserError
 from longctx.families.classes import as_language_model, as_reward_model
 from longctx.train.loading.pretrained import read_config, read_model
-from longctx.train.loading.weights import fetched_files, refuse_without_experts
+from longctx.train.loading.weight_files import fetched_files, refuse_without_experts
 from longctx.train.options.source import ModelSource
 
 SIZES = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2)

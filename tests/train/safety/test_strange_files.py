@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from longctx.errors import UserError, say
-from longctx.train.safety import files
+from longctx.train.safety import strange_files as files
 from longctx.train.safety.checksum import checksum
-from longctx.train.safety.files import (
+from longctx.train.safety.processes import Unbounded, in_child
+from longctx.train.safety.strange_files import (
     odd_entry,
     open_regular,
     read_json,
     refuse_odd,
     tensor_problem,
 )
-from longctx.train.safety.processes import Unbounded, in_child
 
 MANY = 3 * 10**9
 

@@ -27,7 +27,7 @@ from longctx.memory.states import BlockSpec
 from longctx.runtime.costs import StepTable
 from longctx.train.options.recipe import read_text
 from longctx.train.plan.predict import Plan
-from longctx.train.plan.subject import Run
+from longctx.train.plan.subject import PlannedRun
 
 FORMAT, OF_ONE_KIND = 4, 3
 """The version that is written, and the last one whose layers were all of one kind."""
@@ -87,7 +87,7 @@ class Given:
         given = self.ladder, replace(step.sizes, **self.cut._asdict())
         return replace(step, given=given, graphs=step.graphs and self.graphs)
 
-    def check(self, run: Run, sizes: Sizes) -> None:
+    def check(self, run: PlannedRun, sizes: Sizes) -> None:
         """Raises UserError if the plan is of another run."""
         for name, planned in self.run.items():
             if (asked := run.value(name)) != planned:
@@ -159,7 +159,7 @@ def _flag(name: str, value: Any) -> str:
     return f"no --{name}" if value is None else f"--{name} {value}"
 
 
-def written(planned: Plan) -> dict[str, Any]:
+def plan_as_json(planned: Plan) -> dict[str, Any]:
     """Returns a plan as JSON values."""
     decision, sizes = planned.decision, planned.sizes
     placed = [*zip(decision.specs, decision.places, strict=True)]
@@ -181,7 +181,7 @@ def written(planned: Plan) -> dict[str, Any]:
     }
 
 
-def _images_of(run: Run) -> dict[str, int] | None:
+def _images_of(run: PlannedRun) -> dict[str, int] | None:
     if run.image is None:
         return None
     image = run.image

@@ -20,8 +20,8 @@ from safetensors import safe_open
 from transformers.utils.hub import cached_file, cached_files
 
 from longctx.errors import UserError
-from longctx.train.loading.sizes import MOST_EXPERTS
-from longctx.train.safety.files import read_json, tensor_problem
+from longctx.train.loading.config_sizes import MOST_EXPERTS
+from longctx.train.safety.strange_files import read_json, tensor_problem
 
 WEIGHTS = (
     ("model.safetensors", "model.safetensors.index.json"),

@@ -10,12 +10,12 @@ from datasets import Dataset, IterableDataset, List, Value
 from small_tokenizer import small_tokenizer
 
 from longctx.errors import UserError
-from longctx.train.data import rows as data
+from longctx.train.data import packed_rows as data
 from longctx.train.data.chat import training_templates
 from longctx.train.data.origins import check_sources, document_names
 from longctx.train.data.pack.batches import collate
 from longctx.train.data.pack.cache import dataset_identity
-from longctx.train.data.rows import RowOptions, build_dataset
+from longctx.train.data.packed_rows import RowOptions, build_dataset
 from longctx.train.data.text import tokens as tokenising
 from longctx.train.options.config import DataArguments
 

@@ -11,7 +11,7 @@
 
 The files' names say all they depend on: the format (a number in cache.py) and a hash of the
 sources' identities, the tokenizer, seq_len and seed, and the kind of rows but for packed text.
-With --streaming nothing is kept (stream.py).
+With --streaming nothing is kept (streamed.py).
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ from longctx.train.data.pack.packing_groups import (
 from longctx.train.data.reading.files import find_files, stdlib_files
 from longctx.train.data.reading.groups import Rows
 from longctx.train.data.reading.media import PICTURES
-from longctx.train.data.reading.named import load_records
+from longctx.train.data.reading.named_datasets import load_records
 from longctx.train.data.reading.picture_sources import undecoded
 from longctx.train.data.reading.records import WITH_PICTURES
 from longctx.train.data.row_report import pixels_hash, read_report, replaced_bytes, stats_of
-from longctx.train.data.stream import stream_rows
+from longctx.train.data.streamed import stream_rows
 from longctx.train.data.text.encoding import check_vocabulary, pad_token_id
 from longctx.train.data.text.remarks import media_line, unread_lines
 from longctx.train.data.text.tokens import Reader, groups_of, kinds_of, pieces_of, tokens_of

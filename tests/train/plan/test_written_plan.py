@@ -15,16 +15,16 @@ from longctx.errors import UserError
 from longctx.memory.decide import decide_as_given
 from longctx.memory.place import Place
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.given import Given, read_given, written
 from longctx.train.plan.predict import Plan, plan
 from longctx.train.plan.step import step_of
-from longctx.train.plan.subject import Run, Subject
+from longctx.train.plan.subject import PlannedRun, Subject
+from longctx.train.plan.written_plan import Given, plan_as_json, read_given
 
 SUBJECT = Subject(tiny_config(num_hidden_layers=4))
 
 
-def run(**options) -> Run:
-    return Run(model=ModelArguments(preset="tiny", seq_len=512)).having(**options)
+def run(**options) -> PlannedRun:
+    return PlannedRun(model=ModelArguments(preset="tiny", seq_len=512)).having(**options)
 
 
 def planned(**options) -> Plan:
@@ -32,7 +32,7 @@ def planned(**options) -> Plan:
 
 
 def file_of(found: Plan, path: Path, **changes) -> Path:
-    text = {"fits": found.fits, "problem": found.problem, "plan": written(found) | changes}
+    text = {"fits": found.fits, "problem": found.problem, "plan": plan_as_json(found) | changes}
     path.write_text(json.dumps(text))
     return path
 
@@ -166,7 +166,7 @@ def test_a_plan_that_keeps_other_activations(tmp_path, kept, named) -> None:
 def test_a_plan_of_an_older_version_is_read(tmp_path) -> None:
     """Its layers were of one kind, whose dimensions stood with the model's."""
     found = planned()
-    new = written(found)
+    new = plan_as_json(found)
     old = dict(format=3, model=new["model"] | new["kinds"][0], kinds=None, kind_of_layer=None)
     old["run"] = {name: x for name, x in new["run"].items() if name not in ("use_dora", "parts")}
     read = read_given(file_of(found, tmp_path / "plan.json", **old))
@@ -179,7 +179,7 @@ def test_a_plan_of_an_older_version_is_read(tmp_path) -> None:
 
 def test_a_plan_from_before_single_parts_is_of_the_schedule(tmp_path) -> None:
     found = planned()
-    earlier = {name: x for name, x in written(found)["run"].items() if name != "parts"}
+    earlier = {name: x for name, x in plan_as_json(found)["run"].items() if name != "parts"}
     read = read_given(file_of(found, tmp_path / "plan.json", run=earlier))
     read.check(run(), SUBJECT.sizes(run()))
     with pytest.raises(UserError, match="no --parts, and this one has --parts"):
