@@ -1,4 +1,4 @@
-"""One name, one thing: modules and classes of longctx have names of their own, but for some pairs."""
+"""One name, one thing: modules and classes have names of their own, but for pairs with a reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paths import ROOT
 PACKAGE = ROOT / "longctx"
 MODULES = {
     "attention": "a part of our layer, and what class_type any puts into Hugging Face's layers",
-    "beside": "a frozen model beside the one that trains, and two parts beside each other in a block",
+    "beside": "a frozen model beside the one that trains, and two parts of one block",
     "gradients": "of a layer in backward, and in `parameter.grad` as loops want them",
     "images": "the attention of images that see both ways, and what images cost",
     "loss": "the chunked loss of lm_head, and its place in class_type any",
