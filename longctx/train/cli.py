@@ -49,7 +49,7 @@ LAUNCHERS = re.compile(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of the console command."""
+    """Runs the console command."""
     with program():
         run(list(sys.argv[1:] if argv is None else argv))
 

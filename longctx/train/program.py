@@ -32,7 +32,7 @@ from longctx.train.safety.exhausted import refusal
 
 @contextmanager
 def program() -> Iterator[None]:
-    """Around all that a program does. Signals are heard as before when it ends."""
+    """Surrounds all that a program does. Signals are heard as before when it ends."""
     survive_lost_output()
     hide_noise()
     if not on_terminal():
@@ -90,7 +90,8 @@ def _no_signal_lost() -> Iterator[None]:
 
 
 def _signal_of(error: BaseException | None) -> int | None:
-    """The signal that was heard as this exception: Python's own handler's, or `_leave`'s."""
+    """Returns the signal that was heard as this exception: Python's own handler's, or
+    `_leave`'s."""
     if isinstance(error, KeyboardInterrupt):
         return signal.SIGINT
     codes = {128 + number: number for number in (signal.SIGTERM, signal.SIGHUP)}
@@ -116,7 +117,7 @@ that it is drawn."""
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Around heavy imports, of which nothing is garbage: collecting it takes 1 s of the 6 s of
+    """Surrounds heavy imports, of which nothing is garbage: collecting it takes 1 s of the 6 s of
     transformers' Trainer and its options."""
     collects = gc.isenabled()
     gc.disable()

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def topics() -> Table:
-    """The names of all pages, with the line that docs/README.md has on each."""
+    """Returns the names of all pages, with the line that docs/README.md has on each."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     index = PAGES["readme"].read_text(encoding="utf-8")
@@ -79,8 +79,9 @@ CODE = re.compile(r"(^ *```.*?^ *```$|``.*?``|`[^`\n]*`(?!\]))", flags=re.M | re
 
 
 def without_links(text: str) -> str:
-    """Markdown whose links say where they lead: another page is `longctx help PAGE`, an address
-    stands in brackets, a file of the repository or a place on the page is its text alone."""
+    """Returns Markdown whose links say where they lead: another page is `longctx help PAGE`, an
+    address stands in brackets, a file of the repository or a place on the page is its text
+    alone."""
 
     def plain(match: re.Match[str]) -> str:
         mark, said, target = match.groups()

@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def read_options(argv: list[str] | None) -> Requested:
-    """Flags and recipe, checked together, and the engine they ask for."""
+    """Returns flags and recipe, checked together, and the engine they ask for."""
     model_args, data_args, args, engine = parse_args(argv, default_recipe=QUICKSTART)
     task = make_task(args)
     sources = check_sources(data_args, task.rows)
@@ -182,7 +182,7 @@ def read_options(argv: list[str] | None) -> Requested:
 
 
 def check_models(asked: Requested) -> Checked:
-    """Tokenizer and configurations: cheap, so a mismatch shows before any heavy work."""
+    """Checks tokenizer and configurations: cheap, so a mismatch shows before any heavy work."""
     model_args, data_args, args = asked.options
     with args.main_process_first(desc="tokenizer"):
         if model_args.model_name_or_path:
@@ -207,7 +207,8 @@ def check_models(asked: Requested) -> Checked:
 
 
 def open_folder(asked: Requested, checked: Checked) -> Folder:
-    """The output folder is this run's, has room on its disk, and the run fits in memory."""
+    """Makes sure that the output folder is this run's and has room on its disk, and that the run
+    fits in memory."""
     model_args, _, args = asked.options
     path = open_output_dir(args)
     lock = lock_folder(path) if args.process_index == 0 else None
@@ -220,7 +221,7 @@ def open_folder(asked: Requested, checked: Checked) -> Folder:
 
 
 def make_rows(asked: Requested, checked: Checked) -> RunRows:
-    """Documents -> tokens -> packed rows of seq_len, or of one document each."""
+    """Makes packed rows of seq_len, or rows of one document each, of documents and their tokens."""
     (model_args, data_args, args), task, config = asked.options, asked.task, checked.config
     eyes = checked.eyes
     one_document = needs_one_document(model_args, args, config, text=task.rows == "text")
@@ -263,7 +264,7 @@ def make_rows(asked: Requested, checked: Checked) -> RunRows:
 
 
 def keep_read(asked: Requested, rows: RunRows, folder: Folder) -> None:
-    """Nothing that records name will be deleted."""
+    """Keeps the pictures that records name from being deleted with the folder."""
     data_args = asked.data
     if rows.pictures is not None:
         for files in (data_args.train_file, data_args.eval_file):
@@ -319,8 +320,8 @@ def define_run(
 def load_others(
     asked: Requested, checked: Checked, rows: RunRows, references: References | None
 ) -> RunRows:
-    """Other models that the task needs: a reference is loaded alone, gives the rows its numbers and
-    is gone before training; a teacher stays."""
+    """Returns other models that the task needs: a reference is loaded alone, gives the rows its
+    numbers and is gone before training; a teacher stays."""
     if references and asked.train.reference:
         rows = rows._replace(**references.of_another_model(rows.given, asked.engine))
     if checked.teacher is not None:
@@ -337,8 +338,8 @@ def load(
     run: RunDefinition,
     counted: dict[str, dict[str, int]],
 ) -> tuple[LongTrainer, Record]:
-    """The model, vanilla, liger or custom, whose random weights depend on the seed alone; its
-    trainer; and the record of the run."""
+    """Returns the model, vanilla, liger or custom, whose random weights depend on the seed alone;
+    its trainer; and the record of the run."""
     (model_args, _, args), engine, resumed = asked.options, asked.engine, asked.resume is not None
     set_seed(args.seed)
     with explained_oom_of_weights(engine, model_args):

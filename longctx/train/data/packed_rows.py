@@ -319,8 +319,8 @@ def _shown(order: np.ndarray, rows: Rows) -> Iterable[int]:
 
 
 def _part(order: np.ndarray, share: float, held_out: bool) -> np.ndarray:  # (n,) -> (k,) int64
-    """The documents that are held out, the first of the shuffled ones and at least one of them, or
-    the others. Raises UserError where none is left to train."""
+    """Returns the documents that are held out, the first of the shuffled ones and at least one of
+    them, or the others. Raises UserError where none is left to train."""
     count = max(1, round(share * len(order)))
     if count >= len(order):
         raise UserError(

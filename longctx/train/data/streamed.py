@@ -46,9 +46,9 @@ def stream_rows(
     one_document: bool = False,
     config: PretrainedConfig | None = None,
 ) -> IterableDataset:
-    """Rows as those of `build_dataset`, all of `seq_len` tokens: one process reads them for the
-    others, and cuts batches of one shape. Raises UserError where the first record is no good; a
-    later bad record ends the iteration with one."""
+    """Returns the rows as those of `build_dataset`, all of `seq_len` tokens: one process reads them
+    for the others, and cuts batches of one shape. Raises UserError where the first record is no
+    good; a later bad record ends the iteration with one."""
     name = args.dataset_name or "the dataset"
     records = records.take(args.max_samples) if args.max_samples else records
     first = next(_numbered(records, name), None)

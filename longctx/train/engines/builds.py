@@ -51,7 +51,8 @@ def build_one_at_a_time() -> None:
 
 
 def extensions_folder(deepspeed_version: str) -> Path:
-    """Made if need be; inside TORCH_EXTENSIONS_DIR if that is set, else in torch's default."""
+    """Returns the folder of this version's builds, made if need be; inside TORCH_EXTENSIONS_DIR if
+    that is set, else in torch's default."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()).absolute()
     if root.name.startswith("longctx-torch"):  # a process that was started by one of ours
         root = root.parent

@@ -115,7 +115,8 @@ class FSDP2(Engine):
         return super().random_weights(device, nbytes)
 
     def reshard(self, model: Any) -> None:
-        """FSDP2 leaves the weights of the root and of lm_head gathered for a backward pass."""
+        """Frees the weights of the root and of lm_head, which FSDP2 leaves gathered for a backward
+        pass."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -129,9 +130,9 @@ class FSDP2(Engine):
         return found
 
     def configure(self, trainer: Trainer, args: TrainArguments) -> None:
-        """fp32 weights in shards, bf16 in compute, fp32 sums. accelerate's own policy would sum in
-        bf16 and round what goes into and comes out of each module, RoPE's frequencies and the loss
-        among them, to bf16."""
+        """Shards weights in fp32, computes in bf16 and sums in fp32. accelerate's own policy would
+        sum in bf16 and round what goes into and comes out of each module, RoPE's frequencies and
+        the loss among them, to bf16."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         from longctx.train.engines.scatter import GradientsTakeTurns
@@ -160,8 +161,8 @@ class FSDP2(Engine):
     def clip_grad_norm(
         self, accelerator: Accelerator, parameters: Iterable[Any], max_norm: float
     ) -> Tensor | None:
-        """One reduction over all processes, where torch would reduce each gradient's norm on its
-        own (0.6 s for 8B).
+        """Clips with one reduction over all processes, where torch would reduce each gradient's
+        norm on its own (0.6 s for 8B).
 
         On the CPU torch adds up the squares of a tensor in fp32, one after another: 9 % is missing
         from the norm of 128256 x 4096 elements. Here only a row is added up so, the rows in fp64.

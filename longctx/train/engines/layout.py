@@ -81,7 +81,7 @@ class Layout:
         return p.total // self.processes
 
     def late(self, p: Parameters) -> int:
-        """Bytes of `standing` that the first update makes: AdamW's two moments."""
+        """Returns the bytes of `standing` that the first update makes: AdamW's two moments."""
         return 0 if self.states_on_host else moments_bytes(p.total, self.processes)
 
     def gradient(self, p: Parameters, numel: int) -> int:
@@ -113,56 +113,60 @@ class Layout:
         return {}
 
     def host(self, p: Parameters) -> int:
-        """Bytes of this rank on the host, for weights, gradients and states."""
+        """Returns the bytes of this rank on the host, for weights, gradients and states."""
         return 0
 
     def pending(self, p: Parameters) -> Pending:
-        """GPU bytes that the first step allocates beyond what is there when the search for what
-        layers keep runs."""
+        """Returns the GPU bytes that the first step allocates beyond what is there when the search
+        for what layers keep runs."""
         raise NotImplementedError
 
     # --- seconds: bytes of one rank in a step --------------------------------------------------
 
     def gathers(self, p: Parameters, passes: int) -> int:
-        """Bytes that come from other ranks."""
+        """Returns the bytes that come from other ranks."""
         return 0
 
     def reduces(self, p: Parameters, passes: int) -> int:
-        """Bytes of gradients that go to other ranks."""
+        """Returns the bytes of gradients that go to other ranks."""
         return 0
 
     def moved(self, p: Parameters) -> int:
-        """Read and written on the GPU for gathering and summing, in a batch."""
+        """Returns the bytes that are read and written on the GPU for gathering and summing, in a
+        batch."""
         return 0
 
     def up(self, p: Parameters) -> int:
-        """Bytes over the link in forward: weights."""
+        """Returns the bytes over the link in forward: weights."""
         return 0
 
     def chain(self, p: Parameters) -> int:
-        """Bytes over the link in backward, one copy after the other."""
+        """Returns the bytes over the link in backward, one copy after the other."""
         return 0
 
     def waits(self, p: Parameters) -> float:
-        """Seconds of a backward in which the GPU has nothing to do, beyond what is exchanged."""
+        """Returns the seconds of a backward in which the GPU has nothing to do, beyond what is
+        exchanged."""
         return 0.0
 
 
 def gathering_pending(shards: Pending, gathered: int, head: int, stay: int = 0) -> Pending:
-    """FSDP2's, of shards in fp32. What is gathered comes on a stream of its own, whose memory the
-    computation cannot use when it is free again. lm_head's gradient (`head` parameters) is summed
-    in fp32, and copied for it. `stay` bytes are gathered in forward and wait for backward."""
+    """Returns what FSDP2 allocates late, with shards in fp32. What is gathered comes on a stream of
+    its own, whose memory the computation cannot use when it is free again. lm_head's gradient
+    (`head` parameters) is summed in fp32, and copied for it. `stay` bytes are gathered in forward
+    and wait for backward."""
     return shards._replace(states=shards.states + 2 * gathered + FP32 * head + stay)
 
 
 def moments_bytes(numel: int, processes: int) -> int:
-    """AdamW's two of a rank's shard, which torch makes in the first update."""
+    """Returns the bytes of AdamW's two moments of a rank's shard, which torch makes in the first
+    update."""
     return 2 * FP32 * (numel // processes)
 
 
 def gathered_bytes(layers: int, output: int, trained: int) -> int:
-    """Bytes of weights gathered in 16 bits: `layers` of the layer that runs and the next one,
-    lm_head's (`output`), and its gradient's (`trained`, none if it is frozen)."""
+    """Returns the bytes of weights gathered in 16 bits: `layers` of the layer that runs and the
+    next one, lm_head's (`output`), and its gradient's (`trained`, none if it is frozen)."""
     return BF16 * (layers + output + trained)
 
 
@@ -242,15 +246,16 @@ class FullyShard(Layout):
         return passes * FP32 * p.total * (self.processes - 1) // self.processes
 
     def moved(self, p: Parameters) -> int:
-        """A shard is read in fp32 (a frozen one in bf16) and written in bf16; what was gathered is
-        read and written; whole gradients are read in bf16, written and summed in fp32."""
+        """Counts a shard as read in fp32 (a frozen one in bf16) and written in bf16; what was
+        gathered is read and written; whole gradients are read in bf16, written and summed in
+        fp32."""
         stored = BF16 if p.adapters else FP32
         gathered = (stored + BF16) / self.processes + BF16 + 2 * BF16
         summed = BF16 + 2 * FP32 + FP32 / self.processes
         return int(p.words * 2 * gathered + p.total * summed)
 
     def up(self, p: Parameters) -> int:
-        """fp32 shards, cast on the GPU, and frozen ones."""
+        """Returns the bytes of fp32 shards, cast on the GPU, and of frozen ones."""
         return self._weights(p) if self.offloads else 0
 
     def chain(self, p: Parameters) -> int:
@@ -333,7 +338,8 @@ class Zero(Layout):
         return self._gathered(p, 3 * p.layer)
 
     def reducing(self, p: Parameters, numel: int) -> Buffers:
-        """One rank that offloads takes them up again to make them fp32."""
+        """Returns the whole gradients. One rank that offloads takes them up again to make them
+        fp32."""
         if self.processes > 1:
             sums = FP32 * numel + self._grad_bytes(p) * numel // self.processes
         else:
@@ -384,8 +390,8 @@ class Zero(Layout):
         return times * ring * FP32 * p.total * (self.processes - 1) // self.processes
 
     def moved(self, p: Parameters) -> int:
-        """Gathered weights are read and written once more (torch.cat); gradients are read in bf16,
-        written, copied and summed in fp32."""
+        """Counts gathered weights as read and written once more (torch.cat); gradients are read in
+        bf16, written, copied and summed in fp32."""
         if self.processes == 1:
             return 0
         gathered = 2 * 3 * BF16 if self.stage == 3 else 0
@@ -408,12 +414,13 @@ class Zero(Layout):
 
 
 def _pinned(nbytes: int) -> int:
-    """A block of torch's pinned memory."""
+    """Returns the size of the block of torch's pinned memory that holds `nbytes`."""
     return 1 << (max(nbytes, LEAST_PINNED) - 1).bit_length()
 
 
 def _sub_groups(numels: Iterable[int], size: int) -> list[int]:
-    """DeepSpeed's: whole parameters, until there are `size` elements or more."""
+    """Returns the sizes of DeepSpeed's sub-groups: whole parameters, until there are `size`
+    elements or more."""
     groups, numel = [], 0
     for one in numels:
         numel += one
@@ -428,7 +435,7 @@ MOST_ELEMENTS = 10**15
 
 
 def _object(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The settings under a key, or none. Raises UserError."""
+    """Returns the settings under a key, or none. Raises UserError."""
     found = settings.get(key)
     if found is None:
         return {}
@@ -438,7 +445,8 @@ def _object(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _elements(zero: Mapping[str, Any], key: str, default: int | None) -> Any:
-    """A number of elements, or the default where DeepSpeed is to find one. Raises UserError."""
+    """Returns a number of elements, or the default where DeepSpeed is to find one. Raises
+    UserError."""
     found = zero.get(key, "auto")
     if found == "auto":
         return default

@@ -32,8 +32,8 @@ CLEANING_UP_S = 20
 
 @contextmanager
 def end_with_peers() -> Iterator[None]:
-    """While within, this rank ends when another one of its machine does. Every rank must enter and
-    leave it. Raises UserError where a collective lost the others."""
+    """Ends this rank, within, when another one of its machine ends. Every rank must enter and leave
+    it. Raises UserError where a collective lost the others."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         yield
         return
@@ -51,7 +51,7 @@ def end_with_peers() -> Iterator[None]:
 
 
 def _peers() -> dict[int, int]:
-    """Other ranks that this kernel knows -> their processes' descriptors."""
+    """Returns the descriptors of the processes of other ranks that this kernel knows, by rank."""
     link = "/proc/self/ns/pid"  # ranks in other containers have other numbers
     where = os.uname().nodename, os.readlink(link) if os.path.islink(link) else ""
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -79,7 +79,7 @@ def _watched(peers: dict[int, int]) -> Iterator[None]:
 
 
 def _watch(peers: dict[int, int], over: int) -> None:
-    """`over` becomes readable when this rank is done."""
+    """Watches the other ranks until `over` becomes readable, when this rank is done."""
     ended = select.select([over, *peers.values()], [], [])[0]
     if over in ended or select.select([over], [], [], GRACE_S)[0]:
         return

@@ -64,7 +64,8 @@ class Plain(Engine):
         )
 
     def checkpoint_copies(self, args: TrainArguments, dtype: torch.dtype) -> int:
-        """12 bytes for 2 of bf16 where states are exact."""
+        """Returns the size of a checkpoint in copies of the weights: 12 bytes for 2 of bf16 if
+        states are exact."""
         exact = dtype == torch.bfloat16 and args.optimizer_states != "as_weights"
         return 6 if exact else super().checkpoint_copies(args, dtype)
 

@@ -197,13 +197,13 @@ class Engine(ABC):
         trainer.accelerator._prepare_cp = lambda *prepared: prepared
 
     def row_group(self, accelerator: Accelerator) -> Any | None:
-        """The process group of those that share each row with this one: accelerate's for context
-        parallelism."""
+        """Returns the process group of those that share each row with this one: accelerate's for
+        context parallelism."""
         mesh, shared = accelerator.torch_device_mesh, accelerator.parallelism_config
         return mesh["cp"].get_group() if shared and shared.cp_enabled else None
 
     def cut_group(self, accelerator: Accelerator) -> Any | None:
-        """The group of those that share rows which accelerate has cut for them."""
+        """Returns the group of those that share rows which accelerate has cut for them."""
         return None
 
     def clip_grad_norm(
@@ -224,7 +224,8 @@ class Engine(ABC):
         """Whether this engine wrote the checkpoint."""
 
     def resume_problem(self, checkpoint: Path, args: TrainArguments) -> str | None:
-        """Why this run cannot resume from the engine's own checkpoint, and what to do instead."""
+        """Returns why this run cannot resume from the engine's own checkpoint, and what to do
+        instead."""
         return None
 
     def resumed(self, trainer: Any) -> None:
@@ -232,8 +233,8 @@ class Engine(ABC):
         return None
 
     def checkpoint_copies(self, args: TrainArguments, dtype: torch.dtype) -> int:
-        """Size of a checkpoint in copies of the model's weights, of `dtype`: themselves and Adam's
-        moments."""
+        """Returns the size of a checkpoint in copies of the model's weights, of `dtype`: themselves
+        and Adam's moments."""
         return 3
 
     def whole_adapters(self, model: nn.Module) -> dict[str, Tensor]:

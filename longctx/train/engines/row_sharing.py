@@ -22,8 +22,8 @@ _FROM_LAUNCHER = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
 def asked_parallelism(given: Any | None) -> ParallelismConfig | None:
-    """The ParallelismConfig of TrainingArguments, or else the launcher's. Raises UserError for one
-    that accelerate refuses, or with dimensions that no engine here has."""
+    """Returns the ParallelismConfig of TrainingArguments, or else the launcher's. Raises UserError
+    for one that accelerate refuses, or with dimensions that no engine here has."""
     config = given
     if config is None and parse_flag_from_env(_FROM_LAUNCHER):
         try:

@@ -35,8 +35,8 @@ class ScatterFromCompute(DefaultReduceScatter):
         self._compute: Any = torch.cuda.current_stream(device) if on_gpu else None
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Called on the stream that will write: it waits for all computation so far, so that what
-        was there is not read any more."""
+        """Allocates on the stream that will write: it waits for all computation so far, so that
+        what was there is not read any more."""
         if self._compute is None:
             return super().allocate(size, dtype=dtype, device=device)
         with torch.cuda.stream(self._compute):

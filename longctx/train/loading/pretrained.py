@@ -239,8 +239,8 @@ def _pretrained(source: ModelSource) -> tuple[str, dict[str, Any]]:
 
 
 def _weight_files(name: str, where: dict[str, Any]) -> list[Path]:
-    """The files that `from_pretrained` reads with these arguments; of a GGUF file none, whose
-    integers are weights that it says how to compute."""
+    """Returns the files that `from_pretrained` reads with these arguments; of a GGUF file none,
+    whose integers are weights that it says how to compute."""
     if "gguf_file" in where:
         return []
     return weight_files(Path(name)) if os.path.isdir(name) else fetched_files(name)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def ids_of(named: Any) -> list[int]:
-    """The token ids of an `eos_token_id`, which is one, several or none."""
+    """Returns the token ids of an `eos_token_id`, which is one, several or none."""
     several = named if isinstance(named, list | tuple) else [named]
     return [token_id for token_id in several if isinstance(token_id, int)]
 

@@ -45,8 +45,9 @@ _BUFFERS = re.compile(r"(^|\.)(inv_freq|position_ids|attn\.bias|attention\.bias|
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files in a folder that transformers reads. Raises OSError, and ValueError, LookupError,
-    TypeError or AttributeError for a damaged index or one that names a file outside the folder."""
+    """Returns the files in a folder that transformers reads. Raises OSError, and ValueError,
+    LookupError, TypeError or AttributeError for a damaged index or one that names a file outside
+    the folder."""
     for single, index in WEIGHTS:
         if (folder / single).is_file():
             return [folder / single]
@@ -209,8 +210,9 @@ def unread_of_gguf(file: Path, model: Any) -> list[str]:
 
 
 def forget_tie(model: Any) -> None:
-    """If lm_head is not the embedding, whatever the configuration said, has both saved and the
-    configuration say so: other programs would put the embedding in lm_head's place."""
+    """Has lm_head and the embedding both saved if they are two weights, whatever the configuration
+    said, and the configuration say so: other programs would put the embedding in lm_head's
+    place."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or head.weight is embedding.weight:
         return

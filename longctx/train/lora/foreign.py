@@ -59,8 +59,8 @@ _INITIAL = re.compile(
 
 
 def read_adapter(folder: Path) -> dict[str, Any]:
-    """Its configuration. Raises UserError for a folder that holds no LoRA adapter, and for one that
-    is damaged or cannot be merged."""
+    """Returns the configuration of an adapter. Raises UserError for a folder that holds no LoRA
+    adapter, and for one that is damaged or cannot be merged."""
     if not os.path.isfile(folder / CONFIG):
         raise UserError(f"{folder} holds no adapter ({CONFIG}): give a run's final/")
     refuse_odd(folder)
@@ -251,7 +251,7 @@ def _misfit(found: Shapes, needed: Shapes, known: Shapes) -> str | None:
 
 
 def _tensors(folder: Path) -> Shapes:
-    """Names and shapes of the adapter's tensors. Raises UserError."""
+    """Returns names and shapes of the adapter's tensors. Raises UserError."""
     import torch
     from safetensors import safe_open
 

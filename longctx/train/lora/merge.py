@@ -206,7 +206,7 @@ def _layers(adapted: Any) -> list[Any]:
 
 
 def _part_ends(adapted: Any, embedding: Any, head: Any) -> None:
-    """Two ends that share a weight get one each where an adapter changes one of them alone."""
+    """Gives two ends that share a weight one each if an adapter changes one of them alone."""
     from peft.tuners.lora import LoraLayer
 
     changed = [x.get_base_layer() for x in _layers(adapted) if isinstance(x, LoraLayer)]
@@ -219,7 +219,7 @@ def _part_ends(adapted: Any, embedding: Any, head: Any) -> None:
 
 @torch.no_grad()
 def _add_in_fp32(layer: Any) -> None:
-    """W + s B A as PEFT computes it, with one rounding instead of two."""
+    """Adds s B A to W as PEFT does, with one rounding instead of two."""
     weights = list(layer.get_base_layer().parameters(recurse=False))
     dtypes = [weight.dtype for weight in weights]
     for weight in weights:
@@ -234,7 +234,8 @@ _TRAINED = ("rope_parameters", "max_position_embeddings")
 
 
 def _config(adapter: Path, base: ModelSource) -> Any:
-    """The model's, with the RoPE and the end tokens that the adapter was trained with."""
+    """Returns the model's configuration, with the RoPE and the end tokens that the adapter was
+    trained with."""
     config = read_config(base)
     if not os.path.isfile(adapter / "config.json"):
         return config

@@ -210,7 +210,7 @@ def adapted_stacks(model: Any, args: ModelArguments) -> dict[str, nn.Parameter]:
 
 
 def with_lora(model: Any, args: ModelArguments) -> Any:
-    """The PeftModel around `model`, of which adapters alone are trained."""
+    """Returns the PeftModel around `model`, of which adapters alone are trained."""
     import peft
 
     assert args.lora_r is not None

@@ -56,7 +56,7 @@ class About:
 
     @classmethod
     def of(cls, group: str, facts: Sequence[Fact], **rest: Any) -> About:
-        """The facts in any order: a range, a kind of resuming, needs."""
+        """Returns the facts in any order: a range, a kind of resuming, needs."""
         ranges = [fact for fact in facts if isinstance(fact, Range)] or [cls.range]
         needs = tuple(fact for fact in facts if isinstance(fact, Need))
         resume = next((fact for fact in facts if isinstance(fact, Resume)), None)

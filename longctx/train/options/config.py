@@ -93,7 +93,8 @@ class TrainArguments(TrainOptions, TrainingArguments):  # type: ignore[misc]
 
 
 def with_our_options(args: TrainingArguments) -> TrainArguments:
-    """transformers' own, or another library's, with the defaults of the options that are ours."""
+    """Completes transformers' own arguments, or another library's, with the defaults of longctx's
+    options."""
     ours: Any = args
     for option in fields(TrainArguments):
         if not hasattr(ours, option.name):
@@ -222,7 +223,7 @@ def _yes_or_no(word: str, words: Sequence[str] = ()) -> bool | str:
 
 
 def _choice(parse: Any, no: str) -> Callable[[str], Any]:
-    """A parser of words in which any word for no means `no`."""
+    """Returns a parser of words in which any word for no means `no`."""
     return lambda word: parse(no if word.lower() in _NO else word)
 
 
@@ -232,7 +233,7 @@ Arguments = tuple[ModelArguments, DataArguments, TrainArguments]
 def parse_flags(
     argv: Sequence[str] | None = None, *, default_recipe: Path | None = None
 ) -> Namespace:
-    """Every option by name, from flags and the recipe they name with `--config`.
+    """Returns every option by name, from flags and the recipe they name with `--config`.
 
     `default_recipe` is the quick start. It serves a command line that changes nothing else than how
     long it runs and in which memory; where there is one, any other command line names a model.
@@ -298,7 +299,7 @@ def _with_config(argv: list[str]) -> list[str]:
 
 
 def make_arguments(flags: Namespace) -> Arguments:
-    """The three dataclasses of `parse_flags`. Raises UserError for an impossible value."""
+    """Returns the three dataclasses of `parse_flags`. Raises UserError for an impossible value."""
     values = vars(flags)
 
     def make(kind: Any) -> Any:
@@ -339,7 +340,7 @@ def explained_options(options: str) -> Iterator[None]:
 
 
 def _culprit(message: str, values: dict[str, Any]) -> str:
-    """The option that another library's error names, or else whose value it repeats, as the
+    """Returns the option that another library's error names, or else whose value it repeats, as the
     beginning of a line."""
     for name in values:
         if re.search(rf"\b{name}\b", message):
@@ -359,12 +360,12 @@ _OF_QUICK_STARTS = frozenset(
 
 
 def _named(flags: Sequence[str]) -> set[str]:
-    """The names of the options on a command line."""
+    """Returns the names of the options on a command line."""
     return {f[2:].split("=")[0].replace("-", "_") for f in flags if f.startswith("--")}
 
 
 def _recipe_values(path: Path, parser: _Parser, actions: dict[str, Any]) -> dict[str, Any]:
-    """The recipe's options, as if they stood on the command line."""
+    """Returns the recipe's options, as if they stood on the command line."""
     found = {}
     for name, written in read_recipe(path).items():
         if name not in actions:

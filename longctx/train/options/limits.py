@@ -88,7 +88,7 @@ def refuse_not_ours(options: Any) -> None:
 
 
 def idle_options(model: Any, data: Any, train: Any) -> Iterator[str]:
-    """A line for every option that was given and does nothing."""
+    """Yields a line for every option that was given and does nothing."""
     idle: dict[str, list[str]] = {}
     for options in (model, data, train):
         found = non_defaults(options)
@@ -101,7 +101,7 @@ def idle_options(model: Any, data: Any, train: Any) -> Iterator[str]:
 
 
 def words_of(value: Any) -> Iterator[str]:
-    """The words in an option's value, which may be a list."""
+    """Yields the words in an option's value, which may be a list."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -43,7 +43,7 @@ _FSDP = Need("--fsdp true", lambda m, d, t: t.fsdp)
 
 
 def _of(group: str, names: str, *facts: Fact, says: str = "") -> dict[str, About]:
-    """Options of a group. Those that --help lists have a line of ours there."""
+    """Returns the options of a group. Those that --help lists have a line of ours there."""
     return dict.fromkeys(names.split(), About.of(group, facts, rare=not says, says=says))
 
 

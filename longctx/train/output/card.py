@@ -46,8 +46,8 @@ title has its name: trained by DPO."""
 
 
 def model_card(record: Record, lines: Sequence[Mapping[str, Any]]) -> str:
-    """The card of a run's final/. `record` is that of run.json, `lines` are all that were logged,
-    those before the run was resumed as well."""
+    """Returns the card of a run's final/. `record` is that of run.json, `lines` are all that were
+    logged, those before the run was resumed as well."""
     model, options, task = record["model"], record["options"], record["task"]
     adapter = "lora_r" in options
     base = model["hub_id"] or public(model.get("name") or f"{model['preset']} (random weights)")
@@ -75,7 +75,8 @@ def model_card(record: Record, lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def merged_card(base: str, adapter: Path, kind: str, weights: str) -> str:
-    """The card of `longctx merge`: of a model of class `kind` that an adapter and its base make."""
+    """Returns the card of `longctx merge`: of a model of class `kind` that an adapter and its base
+    make."""
     known = hub_id(base)
     name = known or public(base)
     return _render(
@@ -214,7 +215,8 @@ def _versions(found: Mapping[str, str]) -> str:
 
 
 def _recipe(options: Mapping[str, Any]) -> str:
-    """The options as YAML, without those of this machine, between marks that end nowhere in it."""
+    """Returns the options as YAML, without those of this machine, between marks that end nowhere in
+    it."""
     shown = {k: public_value(v) for k, v in options.items() if k not in _OF_THIS_MACHINE}
     text = yaml.safe_dump(shown, sort_keys=False, width=100)
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))

@@ -54,9 +54,9 @@ def define(
     teacher: str | None = None,
     pictures: str | None = None,
 ) -> RunDefinition:
-    """The definition, as JSON. `options` are the run's dataclasses, `dtype` is what theirs means
-    here, `data` whatever differs where the rows do, `model` a configuration's `to_dict()`, `base`
-    what tells the frozen weights under adapters from others (checkpoints do not hold them),
+    """Returns the definition, as JSON. `options` are the run's dataclasses, `dtype` is what theirs
+    means here, `data` whatever differs where the rows do, `model` a configuration's `to_dict()`,
+    `base` what tells the frozen weights under adapters from others (checkpoints do not hold them),
     `reference` and `teacher` the same of those models, and `pictures` whatever differs where the
     pixels of the data do."""
     run: RunDefinition = {}

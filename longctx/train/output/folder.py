@@ -131,8 +131,8 @@ def check_disk_space(
 
 @contextmanager
 def claimed(path: Path) -> Iterator[Path]:
-    """A place to write what is published as `path`, a new folder, which one process has at a time.
-    What is left there when this ends is deleted, as is what a killed process left.
+    """Claims a place to write what is published as `path`, a new folder, which one process has at a
+    time. What is left there when this ends is deleted, as is what a killed process left.
 
     Raises UserError where `path` exists, cannot be made, or is being made by another process.
     """

@@ -82,7 +82,7 @@ def require_removable(paths: list[Path]) -> None:
 
 
 def _inside(folder: Path) -> list[Path]:
-    """Files at any depth. Raises OSError for a folder that may not be read."""
+    """Returns files at any depth. Raises OSError for a folder that may not be read."""
 
     def stop(error: OSError) -> None:
         raise error

@@ -33,8 +33,9 @@ from longctx.train.safety.strange_files import read_json, tensor_problem
 
 
 def resolve_resume(args: TrainArguments) -> Path | None:
-    """The checkpoint to resume from. `last` (or `true`) means the newest whole one in output_dir;
-    so does `auto`, which starts a new run where there is none yet (a job that is requeued).
+    """Returns the checkpoint to resume from. `last` (or `true`) means the newest whole one in
+    output_dir; so does `auto`, which starts a new run where there is none yet (a job that is
+    requeued).
 
     The first process reads checkpoints and compares their checksums; the others hear the outcome.
     Raises UserError for a folder that is not a whole checkpoint.
@@ -99,12 +100,12 @@ def integrity_problem(checkpoint: Path) -> str | None:
 
 
 def global_step(checkpoint: Path) -> int:
-    """The steps it was trained for. Raises Damaged."""
+    """Returns the steps it was trained for. Raises Damaged."""
     return read_state(checkpoint).global_step
 
 
 def resuming(checkpoint: Path) -> str:
-    """The line that says from where a run goes on. Raises Damaged."""
+    """Returns the line that says from where a run goes on. Raises Damaged."""
     state = read_state(checkpoint)
     tokens = state.num_input_tokens_seen
     counted = f" and {tokens:,} tokens" if tokens else ""
@@ -211,7 +212,7 @@ if _CPU_BY_NUMBER not in {priority for priority, *_ in serialization._package_re
 
 @contextmanager
 def mapped_files() -> Iterator[None]:
-    """`torch.load` maps files instead of reading them into memory.
+    """Has `torch.load` map files, within, instead of reading them into memory.
 
     Pages are read as they are copied to the GPU, so host memory never holds all of an optimizer's
     states; on the CPU the mapped pages (private, copy on write) are themselves the states.
@@ -305,9 +306,9 @@ def apply_options(optimizer: Any, asked: Options, checkpoint: Path) -> None:
 
 
 def apply_learning_rate(scheduler: Any, base_lrs: Sequence[float]) -> None:
-    """The rate of this run's schedule after the checkpoint's steps; the same bits if nothing has
-    changed. A schedule that is no function of the step (on a plateau of the loss) stays where it
-    was."""
+    """Sets the rate of this run's schedule after the checkpoint's steps; the same bits if nothing
+    has changed. A schedule that is no function of the step (on a plateau of the loss) stays where
+    it was."""
     scheduler = getattr(scheduler, "scheduler", scheduler)
     if not isinstance(scheduler, LambdaLR):
         return

@@ -38,7 +38,7 @@ _CPP_STREAMS = ("inline_container", "PytorchStreamWriter", "basic_ios::clear", "
 
 
 def common_staging(path: Path) -> Path:
-    """`staging_path`, the same in every process."""
+    """Returns `staging_path`, the same in every process."""
     found: list[Any] = [None]
     if int(os.environ.get("RANK", "0")) == 0:
         found = [staging_path(path)]

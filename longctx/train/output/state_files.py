@@ -27,7 +27,7 @@ KEY, FORMAT = "longctx", "exact AdamW 1"
 
 
 def state_files(checkpoint: Path) -> list[Path]:
-    """Empty for a checkpoint of another optimizer."""
+    """Returns the files of exact states in a checkpoint; none if it is of another optimizer."""
     return sorted(checkpoint.glob("optimizer.*.safetensors"))
 
 

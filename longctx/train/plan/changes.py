@@ -142,7 +142,7 @@ class _Search:
         return [*lora, packed] if takes else lora
 
     def shorter_rows(self, kinds: list[Options]) -> list[Change]:
-        """The longest row that fits under each of these options."""
+        """Returns the longest row that fits under each of these options."""
         rows = []
         for options in kinds:
             subject, run = self._with(options)
@@ -179,7 +179,7 @@ class _Search:
                 return
 
     def more_gpus(self) -> Iterator[Change]:
-        """The fewest GPUs of one host that can share each row."""
+        """Yields the fewest GPUs of one host that can share each row."""
         for gpus in GPUS if self._shards else ():
             found = [*self._way(_sharing(gpus))] if gpus > self.run.gpus else []
             yield from found
@@ -187,7 +187,7 @@ class _Search:
                 return
 
     def larger_host(self) -> Iterator[Change]:
-        """The smallest host with which the run fits."""
+        """Yields the smallest host with which the run fits."""
         for flags in self.flags:
             run = self.run.having(**flags)
             least = least_host_gib(self.subject, run, self.machine, self.host_bytes)
@@ -224,7 +224,8 @@ class _Search:
 
 
 def _sharing(gpus: int) -> Options:
-    """FSDP2 decides itself where weights and states are."""
+    """Returns the options by which `gpus` GPUs share rows; FSDP2 decides itself where weights and
+    states are."""
     return {
         "gpus": gpus,
         "engine": FullyShard(processes=gpus),
@@ -235,12 +236,12 @@ def _sharing(gpus: int) -> Options:
 
 
 def _alone(gpus: int) -> Options:
-    """Each of several GPUs holds everything, or there is one."""
+    """Returns the options by which each of several GPUs holds everything, or there is one."""
     return {"gpus": gpus, "engine": None, "sequence_parallel_size": 1}
 
 
 def _offloading(gpus: int, ranks: int) -> Options:
-    """ZeRO-3 with CPU offload, as zero3_cpu asks for it."""
+    """Returns the options of ZeRO-3 with CPU offload, as zero3_cpu asks for it."""
     layout = Zero(
         name="ZeRO-3 with CPU offload", processes=gpus, offloads_weights=True, offloads_states=True
     )

@@ -66,7 +66,8 @@ class ShardedStates:
         """Maps layers to their numbers of parameters; -1 is the embedding, `layers` the rest."""
 
     def _tied(self) -> Buffers:
-        """A tied embedding's gradient, which is whole from the loss to the embedding's backward."""
+        """Returns a tied embedding's gradient, which is whole from the loss to the embedding's
+        backward."""
         if self.parameters.head or self.parameters.adapters:
             return {}
         return {"the embedding's gradient": self.layout.whole(self.parameters.embedding)}
@@ -88,7 +89,8 @@ class ShardedStates:
         return {**self._standing, **self.layout.update(self.parameters)}
 
     def others(self, kept: int, unit: int) -> list[Phase]:
-        """The moment in which lm_head's gradient is summed, before the last layer's backward."""
+        """Returns the moment in which lm_head's gradient is summed, before the last layer's
+        backward."""
         head = self.parameters.trained_head
         if not head:
             return []
@@ -112,8 +114,8 @@ class ShardedStates:
         return self.loss_gradients()
 
     def new_gradients(self, layer: int, *, summed: bool = True) -> int:
-        """The gradients when backward reaches this layer. `summed` says whether those of the block
-        above have been summed over the ranks."""
+        """Returns the gradients when backward reaches this layer. `summed` says whether those of
+        the block above have been summed over the ranks."""
         if self.loss_gradients():
             return self.all_gradients()
         done = [numel for at, numel in self._grads.items() if at > layer + (not summed)]

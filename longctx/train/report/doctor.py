@@ -116,7 +116,7 @@ def _fa4(gpu: Gpu | None) -> str | None:
 
 
 def _driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA that the driver knows: 13000 is 13.0."""
+    """Returns the newest CUDA that the driver knows: 13000 is 13.0."""
     ask = getattr(torch._C, "_cuda_getDriverVersion", None)
     number = ask() if ask else 0
     return (number // 1000, number % 1000 // 10) if number else None

@@ -201,7 +201,8 @@ def cut_windows(
 
 @torch.no_grad()
 def token_losses(model: PreTrainedModel, input_ids: Tensor) -> Tensor:  # (1, S) -> (S - 1,) fp32
-    """The loss of every token but the first, with logits of LOGIT_TOKENS tokens at a time."""
+    """Returns the loss of every token but the first, with logits of LOGIT_TOKENS tokens at a
+    time."""
     hidden = _hidden(model, input_ids)[0, :-1]
     head = model.get_output_embeddings()
     losses = [
@@ -216,7 +217,7 @@ def token_losses(model: PreTrainedModel, input_ids: Tensor) -> Tensor:  # (1, S)
 def loss_by_position(
     model: PreTrainedModel, texts: list[np.ndarray], device: torch.device
 ) -> list[Result]:
-    """One line a bucket: mean loss over windows, and the standard error of that mean."""
+    """Returns one line a bucket: mean loss over windows, and the standard error of that mean."""
     losses = torch.stack([token_losses(model, _batch(text, device)).cpu() for text in texts])
     seq_len = len(texts[0])
     edges = [0, seq_len // 16, seq_len // 4, seq_len // 2, seq_len]
@@ -239,7 +240,7 @@ def find_needles(
     repeats: int,
     device: torch.device,
 ) -> list[Result]:
-    """One line for every length and depth: the share of needles found."""
+    """Returns one line for every length and depth: the share of needles found."""
     found: dict[tuple[int, float], list[bool]] = {}
     for needle in needles(texts, tokenizer, lengths=lengths, repeats=repeats):
         input_ids = _batch(needle.input_ids, device)
@@ -255,12 +256,12 @@ def find_needles(
 
 
 def score(result: Result) -> float:
-    """The share of all needles that were found."""
+    """Returns the share of all needles that were found."""
     return float(np.mean([line["found"] for line in result["needles"]]))
 
 
 def summary(result: Result) -> str:
-    """A few lines for people."""
+    """Returns a few lines for people."""
     lines = [
         f"{printable(result['name'])}: {many(result['windows'], 'window')} of "
         f"{result['seq_len']} tokens",
@@ -293,7 +294,7 @@ def beyond_positions(result: Result) -> Iterator[str]:
 
 
 def read_others(path: Path, name: str) -> list[Result]:
-    """The results in a file, if there is one yet, but those of this name.
+    """Returns the results in a file, if there is one yet, but those of this name.
 
     Raises UserError for another file.
     """

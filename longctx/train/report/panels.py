@@ -75,7 +75,7 @@ FEW = 60
 
 
 def draw_all(runs: Sequence[LoggedRun]) -> Iterator[tuple[Any, str]]:
-    """The panels for which some run logged a number, each with its caption."""
+    """Yields the panels for which some run logged a number, each with its caption."""
     for title, (unit, keys) in PANELS.items():
         drawn = draw(runs, unit, keys)
         if drawn is not None:
@@ -84,7 +84,7 @@ def draw_all(runs: Sequence[LoggedRun]) -> Iterator[tuple[Any, str]]:
 
 
 def draw(runs: Sequence[LoggedRun], unit: str, keys: dict[str, str]) -> Any | None:
-    """One panel, or None where no run logged any of its keys."""
+    """Returns one panel, or None where no run logged any of its keys."""
     found = [
         (run, name, points)
         for run in runs

@@ -224,8 +224,8 @@ def less_memory(subject: Subject, planned: Plan, host: int) -> list[Plan]:
 
 
 def sweep(subject: Subject, run: PlannedRun, machine: Machine, host: int) -> list[Plan]:
-    """Lengths that fit, each twice the one before, and the longest. Each has room for the row's
-    images."""
+    """Returns the lengths that fit, each twice the one before, and the longest. Each has room for
+    the row's images."""
     last = longest(subject, run, machine, host)
     if last is None:
         return []

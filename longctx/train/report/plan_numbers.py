@@ -130,7 +130,7 @@ def _shortage(lacks: Shortage | None) -> dict[str, Any] | None:
 
 
 def _images(planned: Plan, images: Images) -> dict[str, Any]:
-    """The images of each row, and what they take."""
+    """Returns the images of each row, and what they take."""
     image = images.image
     return {
         "in_a_row": planned.run.images,

@@ -168,8 +168,8 @@ class Foreseen:
         raise UserError(f"this run does not fit: {problem}; {fix}")
 
     def show(self, rows: Any, seen: SeenTokens | None = None) -> None:
-        """The table, with documents as long as those of the data, and as many images. A line says
-        if a `--plan` has fewer."""
+        """Prints the table, with documents as long as those of the data, and as many images. A line
+        says if a `--plan` has fewer."""
         if seen is not None and self.args.plan:
             if line := read_given(self.args.plan).fewer_images(seen.most):
                 print_rank0(line)

@@ -134,7 +134,7 @@ def _data(run: LoggedRun, part: str) -> str | None:
 
 
 def started(run: LoggedRun) -> list[str]:
-    """The commands that started and resumed the run, each with its date."""
+    """Returns the commands that started and resumed the run, each with its date."""
     starts = run.get("starts")
     parts: list[str] = []
     for start in starts if isinstance(starts, list) else []:
@@ -146,7 +146,7 @@ def started(run: LoggedRun) -> list[str]:
 
 
 def _command(text: Any) -> str:
-    """A command with an option a line, as a shell takes it."""
+    """Returns a command with an option a line, as a shell takes it."""
     try:
         words = shlex.split(str(text))
     except ValueError:
@@ -177,7 +177,7 @@ def summary(run: LoggedRun) -> list[tuple[str, Any]]:
 
 
 def compared(runs: Sequence[LoggedRun]) -> list[dict[str, Any]]:
-    """A line a run: where its loss ended, how fast it was, what it took."""
+    """Returns a line a run: where its loss ended, how fast it was, what it took."""
     rows = []
     for run in runs:
         row: dict[str, Any] = {"run": run.name, "steps": run.lines[-1]["step"]}
@@ -197,8 +197,8 @@ def compared(runs: Sequence[LoggedRun]) -> list[dict[str, Any]]:
 
 
 def _different(runs: Sequence[LoggedRun]) -> list[str]:
-    """The options in which the runs differ. An option that a run does not name has its default; of
-    an earlier version's run it is not known."""
+    """Returns the options in which the runs differ. An option that a run does not name has its
+    default; of an earlier version's run it is not known."""
     names = dict.fromkeys(name for run in runs for name in run.options if name not in NOT_COMPARED)
     rows = []
     for name in names:

@@ -148,7 +148,7 @@ def fork() -> int:
 
 
 def limit_memory(more_bytes: int) -> None:
-    """This process may take so much more than it has."""
+    """Limits the memory of this process to `more_bytes` more than it has."""
     with suppress(OSError, ValueError):  # no /proc, or a lower limit from outside
         with open("/proc/self/statm") as file:
             size_bytes = int(file.read().split()[0]) * resource.getpagesize()

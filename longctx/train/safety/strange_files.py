@@ -38,9 +38,9 @@ VET_S, VET_BYTES = 120.0, 512 << 20
 
 
 def odd_entry(folder: Path) -> str | None:
-    """The first thing in the folder, at any depth, that is neither file nor folder, nor a link to
-    one; a link to nothing is not odd, and hidden folders are not looked into. None where there is
-    none."""
+    """Returns the first thing in the folder, at any depth, that is neither file nor folder, nor a
+    link to one; a link to nothing is not odd, and hidden folders are not looked into. None where
+    there is none."""
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in sorted([*folders, *names]):

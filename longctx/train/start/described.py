@@ -36,8 +36,8 @@ def describe_run(
     counted: Mapping[str, Mapping[str, int]],
     step: int,
 ) -> Record:
-    """The record of a run that begins after `step` steps. `argv` are the words after the program's
-    name (None: the process's own), `model` is what trains, `counted` has the counts of
+    """Returns the record of a run that begins after `step` steps. `argv` are the words after the
+    program's name (None: the process's own), `model` is what trains, `counted` has the counts of
     train/data/row_report.py of "train" rows and, if there are any, of "eval" rows."""
     words = sys.argv[1:] if argv is None else argv
     start = {
@@ -97,8 +97,8 @@ def _data(
 
 
 def _options(*owners: Any) -> dict[str, Any]:
-    """The options that have other values than their defaults, and those of _ALWAYS. A default that
-    means no may have become another word for it."""
+    """Returns the options that have other values than their defaults, and those of _ALWAYS. A
+    default that means no may have become another word for it."""
     found = {
         name: getattr(owner, name) for owner in owners for name in _ALWAYS if name in vars(owner)
     }

@@ -155,7 +155,7 @@ def compute_dtype(args: ModelArguments, device: torch.device) -> torch.dtype:
 
 
 def weights_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.device) -> int:
-    """The size of the model's parameters, without making them; 0 for a class that is not
+    """Returns the size of the model's parameters, without making them; 0 for a class that is not
     transformers' own."""
     try:
         model = without_storage(config)
@@ -167,7 +167,7 @@ def weights_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.
 
 
 def saved_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.device) -> int:
-    """The size of the weights in a checkpoint: the model's, or its adapters'."""
+    """Returns the size of the weights in a checkpoint: the model's, or its adapters'."""
     if args.lora_r is not None:
         return adapter_bytes(args, config)
     return weights_bytes(args, config, device)
@@ -284,8 +284,8 @@ def _check_liger(args: ModelArguments, device: torch.device) -> None:
 
 
 def _hf_attention(args: ModelArguments, device: torch.device, config: Any = None) -> str | None:
-    """Hugging Face's name of the attention behind `--attn_backend`, for vanilla and liger; None for
-    Hugging Face's own choice."""
+    """Returns Hugging Face's name of the attention behind `--attn_backend`, for vanilla and liger;
+    None for Hugging Face's own choice."""
     backend: str = args.attn_backend
     if backend == "auto" or args.class_type == "any" and backend in OUR_ATTENTION:
         # Not fa4: transformers 5.17 hands flash-attn-4 a tensor as max_seqlen for packed rows,

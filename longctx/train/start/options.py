@@ -192,7 +192,8 @@ def rehearse(args: TrainArguments, steps: int) -> None:
 
 
 def _with_dtype(model_args: ModelArguments, args: TrainArguments, engine: Engine) -> ModelArguments:
-    """Mixed precision decides the weights' dtype; a --dtype that contradicts it is refused."""
+    """Sets the weights' dtype, which mixed precision decides; a --dtype that contradicts it is
+    refused."""
     if model_args.dtype == "float16" and not engine.shards_states:
         raise UserError(
             "--dtype float16 would train in float16, where AdamW's eps of 1e-8 is 0 and a run "

@@ -117,8 +117,8 @@ class PictureCollator:
     def _positions(
         self, batch: dict[str, Tensor], types: Tensor, grids: Tensor, counts: Sequence[int]
     ) -> Tensor:  # (4, B, S)
-        """Positions of text, then the three of RoPE. `counts` are the pictures of each document
-        that has some; with the answers that share it, a prompt is one."""
+        """Returns the positions of text, then the three of RoPE. `counts` are the pictures of each
+        document that has some; with the answers that share it, a prompt is one."""
         ids, apart = batch["input_ids"], batch["position_ids"]  # (B, S)
         found, given = apart.expand(4, *apart.shape).clone(), iter(grids.split([*counts]))
         for number, row in enumerate(apart):
@@ -133,8 +133,8 @@ class PictureCollator:
     def _of_document(
         self, ids: Tensor, types: Tensor, apart: Tensor, grids: Tensor
     ) -> Tensor:  # (n,), (n,), (n,), (images, 3) -> (3, n)
-        """The later answers to a prompt go on from it as the first one does, whose last token is
-        text: the distance of its positions from those of text is theirs."""
+        """Returns the later answers to a prompt go on from it as the first one does, whose last
+        token is text: the distance of its positions from those of text is theirs."""
         first = int((apart == torch.arange(len(apart))).sum())  # tokens to the first answer's end
         rope, _ = self._rope_index(
             input_ids=ids[None, :first],

@@ -116,8 +116,8 @@ class ReferencePass:
         return whole
 
     def _scored(self, rows: Any, chosen: range) -> list[list[float]]:
-        """The log-probabilities of some rows, which the processes share among them. All run as
-        often: engines gather weights together."""
+        """Returns the log-probabilities of some rows, which the processes share among them. All run
+        as often: engines gather weights together."""
         mine = [*chosen][self.rank :: self.ranks]
         times = -(-len(chosen) // self.ranks)
         found = []
@@ -139,7 +139,7 @@ class ReferencePass:
         return [everyone[number] for number in chosen]
 
     def _write(self, path: Path, found: Any) -> Dataset:
-        """The first process writes, the others wait and read."""
+        """Returns the first process writes, the others wait and read."""
         columns = ({REFERENCE: log_probs} for log_probs in found)
         if self.writes:
             written = write_arrow(path, FEATURES, columns)

@@ -126,7 +126,7 @@ class MetricsFile(TrainerCallback):
 
 
 def _step(line: str) -> float:
-    """The step of a line of metrics.jsonl; beyond all steps for one that is damaged."""
+    """Returns the step of a line of metrics.jsonl; beyond all steps for one that is damaged."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, LookupError, TypeError):
@@ -198,7 +198,7 @@ def has_own(callback: Any, event: str) -> bool:
 
 
 def flush_before_others(handler: Any, flush: Callable[[], None]) -> None:
-    """Outstanding updates end before an event for which a callback that is neither transformers'
+    """Ends outstanding updates before an event for which a callback that is neither transformers'
     nor longctx's has a method: it may read weights, unless it says `reads_weights = False`."""
 
     def may_read(callback: Any, event: str) -> bool:

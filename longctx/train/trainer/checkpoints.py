@@ -145,13 +145,13 @@ class CheckpointTrainer(TaskTrainer):
 
     @overrides
     def _get_output_dir(self, trial: Any) -> str:
-        """While a checkpoint is written, the staging folder."""
+        """Returns the staging folder while a checkpoint is written, else the run's folder."""
         return str(self._staging or super()._get_output_dir(trial))
 
     @overrides
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """A checkpoint has the names that weights have in memory, by which Trainer reads it; the
-        final model has those of the files that such models come from, which differ where
+        """Writes a checkpoint with the names that weights have in memory, by which Trainer reads
+        it; the final model has those of the files that such models come from, which differ where
         transformers converts them (vision-language models, experts, OLMo Hybrid)."""
         model: Any = self.model
         if state_dict is not None and inside_peft(model) is model:  # an engine has gathered it
@@ -168,9 +168,9 @@ class CheckpointTrainer(TaskTrainer):
 
     @overrides
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Within a checkpoint all processes fail together, before the collectives that follow. Of
-        adapters under an engine these alone are gathered: Trainer would gather the whole model, or
-        leave the file to FSDP2, which writes none that PEFT reads."""
+        """Saves the model. Within a checkpoint all processes fail together, before the collectives
+        that follow. Of adapters under an engine these alone are gathered: Trainer would gather the
+        whole model, or leave the file to FSDP2, which writes none that PEFT reads."""
         save: Callable[..., Any] = super().save_model
         if self.engine.adapters and self.engine.shards_states:
             save = self._save_adapters
@@ -251,7 +251,8 @@ class CheckpointTrainer(TaskTrainer):
             super()._load_rng_state(checkpoint)
 
     def _forget_staging(self, staged: Path, checkpoint: Path) -> None:
-        """The best checkpoint's path was recorded while it lay in the staging folder."""
+        """Corrects the best checkpoint's path, which was recorded while it lay in the staging
+        folder."""
         if self.state.best_model_checkpoint == str(staged):
             self.state.best_model_checkpoint = str(checkpoint)
             if self.args.should_save:

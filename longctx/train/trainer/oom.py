@@ -112,7 +112,7 @@ def explain(
     model_args: ModelArguments,
     snapshot: Path | None = None,
 ) -> list[str]:
-    """The message: lines as in the module's docstring."""
+    """Returns the message: lines as in the module's docstring."""
     text = str(error)
     held = holders(trainer)
     allocated_gib = _gib(_ALLOCATED, text)
@@ -140,8 +140,8 @@ def explain(
 
 
 def _activations_spared(trainer: LongTrainer) -> dict[str, int]:
-    """Bytes of the GPU by which layers would keep less, at most, of the longest batch so far: all
-    but the last on the host, and with less kept."""
+    """Returns the bytes of the GPU by which layers would keep less, at most, of the longest batch
+    so far: all but the last on the host, and with less kept."""
     patched: Any = patched_part(trainer.model)  # type: ignore[arg-type]
     runtime = patched.longctx
     tokens = runtime.reserved_tokens
@@ -198,7 +198,8 @@ _MODULES = {
 
 
 def phase_of(traceback: TracebackType | None) -> str:
-    """Phase and part of the step in which the error was raised, `backward, MLP of a layer`."""
+    """Returns phase and part of the step in which the error was raised, `backward, MLP of a
+    layer`."""
     phase, part = "forward", None
     while traceback is not None:
         frame = traceback.tb_frame
@@ -228,7 +229,8 @@ def _part(frame: FrameType) -> str | None:
 
 
 def holders(trainer: LongTrainer) -> dict[str, int]:
-    """Bytes on the run's device by what they are for, as far as tensors can be counted."""
+    """Returns the bytes on the run's device by what they are for, as far as tensors can be
+    counted."""
     device = trainer.args.device.type
     model: Any = trainer.model
     parameters = list(model.parameters())
@@ -269,7 +271,8 @@ def advice(
     model_args: ModelArguments,
     fragmented_gib: float | None = None,
 ) -> list[str]:
-    """Settings that would need less, with their saving where it is known; the largest first."""
+    """Returns the settings that would need less, with their saving where it is known; the largest
+    first."""
     found = [
         *_of_allocator(fragmented_gib),
         *_of_layers(trainer, model_args),

@@ -34,8 +34,8 @@ class Settled:
 
     @contextmanager
     def step(self, model: Any, runtime: Any) -> Iterator[None]:
-        """Within, a settled model stays as it is when it is set to training, and is not looked at
-        again."""
+        """Leaves a settled model as it is, within, when it is set to training, and does not look at
+        it again."""
         holds = self._holds and all(map(_leaves_alone, self._handler.callbacks))
         if not holds:
             self._parameters = [*model.parameters()]
@@ -54,7 +54,7 @@ class Settled:
 
     @contextmanager
     def training(self, model: Any) -> Iterator[None]:
-        """Within, gradients are dropped without a walk over the modules."""
+        """Drops gradients, within, without a walk over the modules."""
         vars(model)["zero_grad"] = ZeroGrad(self, model)
         try:
             yield

@@ -30,8 +30,8 @@ OFTEN = 0.01
 
 
 def trained_ends(rows: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids of the end tokens with which trained spans of the first rows end, the most frequent
-    first. Rows without labels have none."""
+    """Returns the ids of the end tokens with which trained spans of the first rows end, the most
+    frequent first. Rows without labels have none."""
     template = tokenizer.chat_template
     texts = end_tokens(tokenizer, template if isinstance(template, str) else "").texts
     known = {tokenizer.convert_tokens_to_ids(text) for text in texts}
@@ -57,7 +57,7 @@ def _first(rows: Any) -> Iterable[dict[str, Any]]:
 
 
 def _ends(row: dict[str, Any], known: set[Any]) -> Iterator[int]:
-    """The end token of each trained span that does not end where the row does, where a long
+    """Yields the end token of each trained span that does not end where the row does, where a long
     document may be cut. Answers that are compared have a line break behind it."""
     labels, positions = (np.asarray(row[name]) for name in ("labels", "position_ids"))
     if positions.ndim > 1:

@@ -72,7 +72,8 @@ class TaskTrainer(ExactTrainer):
 
     @overrides
     def _prepare_for_training(self, max_steps: int, dataloader: Any, resume: str | None) -> Any:
-        """The engine has wrapped the model here, and nothing but `resume` has changed it."""
+        """Adds the reference's log-probabilities here, where the engine has wrapped the model and
+        nothing but `resume` has changed it."""
         with self.towers.wrapped():
             model, dataloader = super()._prepare_for_training(max_steps, dataloader, resume)
         if self.add_reference is not None:
@@ -82,14 +83,14 @@ class TaskTrainer(ExactTrainer):
 
     @overrides
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
-        """A task reads columns that no model takes."""
+        """Keeps all columns for a task, which reads columns that no model takes."""
         if self.task.scores:
             return dataset
         return super()._remove_unused_columns(dataset, description)
 
     @overrides
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """The items of a step's batches, over all processes."""
+        """Returns the items of a step's batches, over all processes."""
         if not self.task.scores:
             return super()._get_num_items_in_batch(batch_samples, device)
         counted = [self.task.items(batch) for batch in batch_samples]
@@ -114,7 +115,8 @@ class TaskTrainer(ExactTrainer):
         return (values.losses.sum() * ranks / items).float()
 
     def evaluated_values(self, model: Any, inputs: dict[str, Any], rows: int) -> Tensor:  # (2,)
-        """The sum of the losses of the batch's first rows, and the number of their items."""
+        """Returns the sum of the losses of the batch's first rows, and the number of their
+        items."""
         values = self.task.values(model, inputs)
         self.eval_tally.add({name: m.first(rows) for name, m in values.metrics.items()})
         losses = values.losses[values.rows < rows].double()

@@ -210,8 +210,8 @@ class LongTrainer(CheckpointTrainer):
 
     @contextmanager
     def _filtered_losses(self) -> Iterator[None]:
-        """Trainer would wait for each batch's loss, and with it for the whole backward, to leave it
-        out of the logged mean if it is no number: `training_step` does that on the GPU."""
+        """Has `training_step` leave losses that are no numbers out of the logged mean, on the GPU.
+        Trainer would wait for each batch's loss, and with it for the whole backward."""
         self._filters_losses = bool(self.args.logging_nan_inf_filter)
         self.args.logging_nan_inf_filter = False
         try:
@@ -226,14 +226,15 @@ class LongTrainer(CheckpointTrainer):
         super()._save_checkpoint(model, trial)
 
     def _check_update(self) -> None:
-        """The next step's loss would tell that an update broke the weights: a save, and the end of
-        the run, come before it."""
+        """Raises UserError if an update broke the weights. The next step's loss would show it, but
+        a save or the end of the run comes before that step."""
         self.flush()
         self.nonfinite.check_update(self.model, self.state.global_step)
 
     @overrides
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """A run that is resumed after its last step is over; Trainer would train one step more."""
+        """Ends a run that is resumed after its last step, where Trainer would train one step
+        more."""
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **kwargs)
         else:
@@ -259,8 +260,8 @@ class LongTrainer(CheckpointTrainer):
     def _prepare_context_parallel_inputs(
         self, model: Any, inputs: dict[str, Any]
     ) -> tuple[Callable[[], Any], dict[str, Any]]:
-        """This process' part of the rows, which come whole. A task cuts them itself: its answers
-        are those of whole rows."""
+        """Returns this process' part of the rows, which come whole. A task cuts them itself: its
+        answers are those of whole rows."""
         if self.shards is None or self.task.scores:
             return nullcontext, inputs
         return nullcontext, self.shards.cut(inputs)
@@ -325,7 +326,7 @@ class LongTrainer(CheckpointTrainer):
 
     @overrides
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """A line needs the sum of the losses: the host may have it already."""
+        """Logs with the sum of the losses that the host may have already."""
         logged, self._logged = self._logged, None
         if logged is None or not self.control.should_log:
             super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
@@ -353,7 +354,8 @@ class LongTrainer(CheckpointTrainer):
         super().log(logs, start_time)
 
     def _log_skipped(self, logs: dict[str, float]) -> None:
-        """Skipped steps are counted; a line of nothing else has no loss (Trainer would say 0)."""
+        """Counts skipped steps in a logged line. A line of skipped steps alone has no loss (Trainer
+        would say 0)."""
         if self._skipped_steps:
             logs["skipped_steps"] = self._skipped_steps
             if self._skipped_steps >= self.state.logging_steps:
@@ -371,8 +373,8 @@ def _positions(inputs: dict[str, Any]) -> Tensor:  # (B, S)
 
 
 def _joined(inputs: dict[str, Any], model: Any, shards: Shards) -> Tensor:  # (B, S)
-    """Positions of rows that accelerate has cut. Raises UserError for documents that would attend
-    to each other: without flash attention Ulysses drops what keeps them apart."""
+    """Returns the positions of rows that accelerate has cut. Raises UserError for documents that
+    would attend to each other: without flash attention Ulysses drops what keeps them apart."""
     device = model.device  # NCCL takes nothing on a CPU
     positions = shards.whole(inputs["position_ids"].to(device))
     labels = shards.whole(inputs["shift_labels"].to(device))

@@ -37,9 +37,9 @@ class Conversation(Asked):
     """A conversation whose trained characters are asked for."""
 
     def run(self, alive: Callable[[], None]) -> Rendered:
-        """The text and the [start, end) spans to train; `alive` is called after each call of the
-        template. Raises UserError for a conversation that the template refuses, that has no exact
-        mask, or of which the template leaves something out."""
+        """Returns the text and the [start, end) spans to train; `alive` is called after each call
+        of the template. Raises UserError for a conversation that the template refuses, that has no
+        exact mask, or of which the template leaves something out."""
         render = Renderer(self, alive)
 
         def ours(changed: Asked) -> str:
@@ -115,9 +115,9 @@ def by_training_template(conversation: Conversation, render: Renderer) -> Render
 
 
 def same_at(conversation: Conversation, render: Renderer, number: int) -> str | None:
-    """The conversation up to the turn of this number, which alone is trained, in our template; None
-    where the tokenizer's own has another prompt before that turn, or makes another answer of it
-    while it is the last one."""
+    """Returns the conversation up to the turn of this number, which alone is trained, in our
+    template; None where the tokenizer's own has another prompt before that turn, or makes another
+    answer of it while it is the last one."""
     assert conversation.training is not None
     turns = conversation.messages[: number + 1]
     try:
@@ -143,7 +143,8 @@ def same_at(conversation: Conversation, render: Renderer, number: int) -> str | 
 
 
 def by_markers(conversation: Conversation, render: Renderer) -> Rendered:
-    """The spans of the template's own markers, without those of turns that are not trained."""
+    """Returns the spans of the template's own markers, without those of turns that are not
+    trained."""
     text, spans = render.own(conversation.messages, return_assistant_tokens_mask=True)
     if not conversation.untrained:
         return text, spans
@@ -169,7 +170,7 @@ def by_markers(conversation: Conversation, render: Renderer) -> Rendered:
 
 
 def _changed(turn: dict[str, Any]) -> dict[str, Any]:
-    """The turn with other words, so that what is rendered of it changes."""
+    """Returns the turn with other words, so that what is rendered of it changes."""
     texts = {key: turn[key] + "x" for key in ("content", *REASONING) if turn.get(key) is not None}
     calls = [_renamed(call) for call in turn.get("tool_calls") or []]
     return {**turn, **texts, **({"tool_calls": calls} if calls else {})}
@@ -186,7 +187,8 @@ def _texts(text: str, spans: Sequence[Span]) -> list[str]:
 
 
 def by_prefixes(conversation: Conversation, render: Renderer) -> Rendered:
-    """The spans of a template without markers: what each trained turn adds to its prompt."""
+    """Returns the spans of a template without markers: what each trained turn adds to its
+    prompt."""
     messages = conversation.messages
     whole, _ = render.own(messages)
     spans = []
@@ -204,8 +206,8 @@ def by_prefixes(conversation: Conversation, render: Renderer) -> Rendered:
 
 
 def prompt_before(conversation: Conversation, number: int, turn: str, render: Renderer) -> str:
-    """The text from which the turn of this number is generated; `turn` is the conversation up to
-    and with that turn. "" where the template shows none."""
+    """Returns the text from which the turn of this number is generated; `turn` is the conversation
+    up to and with that turn. "" where the template shows none."""
     earlier = conversation.messages[:number]
     if not earlier:  # templates need a turn; the generation prompt is what they add after one
         header = render.own(conversation.messages[:1], add_generation_prompt=True)[0]
@@ -217,7 +219,7 @@ def prompt_before(conversation: Conversation, number: int, turn: str, render: Re
 def _unlike(
     conversation: Conversation, number: int, expected: str, found: str, *, rewritten: bool
 ) -> UserError:
-    """The error of a turn whose tokens cannot be told, with what differs."""
+    """Returns the error of a turn whose tokens cannot be told, with what differs."""
     same = len(os.path.commonprefix([expected, found]))
     first, second = (repr(text[same : same + DIFFERENCE_CHARS]) for text in (expected, found))
     turn, cure = f"(turn {number + 1})", ""

@@ -49,7 +49,8 @@ class Continuations:
 
 
 def _checked(render: Renderer, prompt: str, text: str) -> str:
-    """The text, with a token that ends the answer. Raises UserError where it leaves out a part."""
+    """Returns the text, with a token that ends the answer. Raises UserError where it leaves out a
+    part."""
     asked = render.conversation
 
     def own(changed: Asked) -> str:

@@ -71,7 +71,7 @@ class Asked:
         return [self.messages[i]["content"] for i in self.trained]
 
     def followed(self) -> Asked:
-        """The conversation with one more turn, of the role that answers the last one."""
+        """Returns the conversation with one more turn, of the role that answers the last one."""
         answer = "tool" if self.messages[-1].get("tool_calls") else "user"
         return replace(self, messages=[*self.messages, {"role": answer, "content": "x"}])
 
@@ -85,8 +85,9 @@ class Renderer:
         self.limit_chars = RENDERED_CHARS + RENDERED_FACTOR * conversation.chars
 
     def prompt(self, turns: list[dict[str, Any]], *texts: str) -> str:
-        """The prompt from which the next turn is generated, whose conversations `texts` are. Where
-        the template has no generation prompt, what stands before any answer belongs to it."""
+        """Returns the prompt from which the next turn is generated, whose conversations `texts`
+        are. Where the template has no generation prompt, what stands before any answer belongs to
+        it."""
         prompt, _ = self.own(turns, add_generation_prompt=True)
         if self.has_prompt is None:
             self.has_prompt = prompt != self.own(turns)[0]
@@ -98,11 +99,12 @@ class Renderer:
         return begun if begun.startswith(prompt) and begun[len(prompt) :].strip() else prompt
 
     def own(self, turns: list[dict[str, Any]], **options: Any) -> Rendered:
-        """The tokenizer's own template."""
+        """Returns the tokenizer's own template."""
         return self.call(self.conversation, turns, self.conversation.template, **options)
 
     def training(self, conversation: Asked, training: Training, trained: Sequence[int]) -> Rendered:
-        """Our template, which marks the turns of these numbers."""
+        """Returns the conversation in longctx's template, which marks the turns of these
+        numbers."""
         turns = [{**m, "trained": i in trained} for i, m in enumerate(conversation.messages)]
         options = {"return_assistant_tokens_mask": True, **training.options}
         return self.call(conversation, turns, training.template, **options)
@@ -140,7 +142,7 @@ class Renderer:
 
 
 def unless_refused(text: Callable[[Asked], str], asked: Asked) -> str | None:
-    """The conversation with one more turn; None if the template takes none."""
+    """Returns the conversation with one more turn; None if the template takes none."""
     try:
         return text(asked.followed())
     except UserError:

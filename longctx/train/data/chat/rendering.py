@@ -70,7 +70,8 @@ def continued(
 def family_of(
     tokenizer: PreTrainedTokenizerBase, template: str, where: str = ""
 ) -> TemplateFamily | None:
-    """The family whose chat template this is, by what it renders; None where it is another's."""
+    """Returns the family whose chat template this is, by what it renders; None where it is
+    another's."""
     tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     key = template, tuple(sorted(tokens.items()))
     if key not in _families:
@@ -317,8 +318,8 @@ _the_child: _Child | None = None
 
 
 def _child() -> _Child:
-    """This thread's own: one that was inherited by a fork belongs to the parent, and one of another
-    thread ends with that thread."""
+    """Returns this thread's own child: one that was inherited by a fork belongs to the parent, and
+    one of another thread ends with that thread."""
     global _the_child
     if _the_child is None or _the_child.owner != _here():
         _the_child = _Child()

@@ -46,7 +46,8 @@ def check_shown(conversation: Asked, whole: str, text: Callable[[Asked], str]) -
 
 
 def _without_one(conversation: Asked) -> Iterator[tuple[str, Asked]]:
-    """The conversation without one thing that a template has to show, and the name of that."""
+    """Yields the conversation without one thing that a template has to show, and the name of
+    that."""
     if conversation.tools:
         yield "`tools`", replace(conversation, tools=None)
     if conversation.documents:

@@ -77,7 +77,8 @@ def identity() -> str:
 
 
 def candidates(template: str) -> tuple[TemplateFamily, ...]:
-    """The families whose signs the template holds. One that has markers has no need of ours."""
+    """Returns the families whose signs the template holds. One that has markers has no need of
+    ours."""
     if MARKERS.search(template):
         return ()
     return tuple(f for f in FAMILIES if all(sign in template for sign in f.signs))

@@ -148,7 +148,7 @@ class _Row:
         """The numbers of each answer's prompt and of the answer, among the row's documents."""
 
     def laid(self, alone: bool) -> list[list[tuple[int, int]]]:
-        """The answers of each row that is made of this one."""
+        """Returns the answers of each row that is made of this one."""
         return [[pair] for pair in self.answers] if alone else [self.answers]
 
     def tokens(self, document: int) -> np.ndarray:
@@ -170,7 +170,7 @@ class _Scores:
         self.row = self.group = -1
 
     def start(self, row: _Row) -> None:
-        """The answers that are added next are those of another row."""
+        """Begins another row, whose answers are added next."""
         self.records.append(row.records)
         self.margins.append(row.margins)
         self.row += 1

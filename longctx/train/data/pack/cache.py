@@ -193,7 +193,7 @@ def writable(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def scratch_folder(path: Path) -> Iterator[Path]:
-    """An empty folder on the disk of `path`, deleted afterwards."""
+    """Makes an empty folder on the disk of `path`, and deletes it afterwards."""
     # A network disk keeps a file that is still mapped, under a name of its own, and so the folder.
     with writable(path.parent), ExitStack() as stack:
         while True:

@@ -83,7 +83,7 @@ class PackingStats:
     """The names of documents with pictures that were left out, since they are longer than a row."""
 
     def summary(self, seq_len: int, use: str = "trained") -> str:
-        """The line that a run prints; `use` says what becomes of the tokens that count."""
+        """Returns the line that a run prints; `use` says what becomes of the tokens that count."""
         share = self.padding_tokens / max(1, self.rows * seq_len)
         length = f"up to {seq_len:,}, one document in each" if self.one_document else f"{seq_len:,}"
         lost = {
@@ -214,7 +214,7 @@ def _with_whole_pictures(
 def _cut(
     documents: Iterable[Piece], seq_len: int, long_documents: LongDocuments, stats: PackingStats
 ) -> Iterator[Piece]:
-    """Pieces of at most seq_len tokens that train something."""
+    """Yields pieces of at most seq_len tokens that train something."""
     for document in documents:
         if not len(document):
             continue

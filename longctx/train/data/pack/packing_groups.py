@@ -92,7 +92,7 @@ class GroupStats:
     largest_token_id: int = -1
 
     def summary(self, seq_len: int, use: str = "trained") -> str:
-        """The line that a run prints; `use` says what becomes of the tokens that count."""
+        """Returns the line that a run prints; `use` says what becomes of the tokens that count."""
         prompts, answers = many(self.groups, "prompt"), many(self.answers, "answer")
         rated = f"{prompts} with {answers}, {self.desirable:,} of them desirable"
         what = many(self.groups, "pair") if self.kind == "pairs" else rated
@@ -232,7 +232,7 @@ def with_mismatched(groups: Iterable[AnswerGroup]) -> Iterator[AnswerGroup]:
 
 
 def _usable(groups: Iterable[AnswerGroup], stats: GroupStats) -> Iterator[AnswerGroup]:
-    """Groups of at least one answer, without those whose answers are equal.
+    """Yields groups of at least one answer, without those whose answers are equal.
 
     Public datasets hold a few equal pairs. Their loss has no gradient (or trains both answers up
     and down), so they are left out and counted: to end the run at such a record would not help.
@@ -260,7 +260,7 @@ def _fitting(
     stats: GroupStats,
     where: Callable[[int], str],
 ) -> Iterator[AnswerGroup]:
-    """Groups of at most seq_len tokens."""
+    """Yields groups of at most seq_len tokens."""
     following = iter(groups)
     for group in following:
         if len(group) > seq_len:
@@ -293,8 +293,9 @@ def _fitting(
 def cut_group(
     group: AnswerGroup, seq_len: int, long_documents: LongDocuments
 ) -> AnswerGroup | None:
-    """The group in seq_len tokens; None where a prompt that keeps its tokens leaves no room for the
-    answers, or answers that keep theirs none for the prompt, or a prompt with pictures less."""
+    """Returns the group in seq_len tokens; None where a prompt that keeps its tokens leaves no room
+    for the answers, or answers that keep theirs none for the prompt, or a prompt with pictures
+    less."""
     if long_documents == "truncate_start":
         if group.pictures:
             return None
@@ -307,7 +308,8 @@ def cut_group(
 
 
 def _longest_answer(lengths: list[int], room: int) -> int:
-    """The largest L with sum(min(length, L)) <= room: short answers leave their share to others."""
+    """Returns the largest L with sum(min(length, L)) <= room: short answers leave their share to
+    others."""
     left = sorted(lengths)
     while left and left[0] * len(left) <= room:
         room -= left.pop(0)

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def read_cache(folder: Path) -> list[CachedFile]:
-    """Our files in the folder. Raises UserError where it cannot be read."""
+    """Returns longctx's files in the folder. Raises UserError where it cannot be read."""
     groups: dict[str, list[Path]] = defaultdict(list)
     try:
         with os.scandir(folder) as items:

@@ -61,12 +61,12 @@ class Guess:
 
 
 def byte_order_mark(data: bytes) -> str | None:
-    """The encoding that the first bytes of a text state, or None."""
+    """Returns the encoding that the first bytes of a text state, or None."""
     return next((name for mark, name in BYTE_ORDER_MARKS.items() if data.startswith(mark)), None)
 
 
 def decode(data: bytes, encoding: str) -> tuple[str, int]:
-    """Text without byte order mark, and the bytes replaced by U+FFFD."""
+    """Returns the text without byte order mark, and the bytes replaced by U+FFFD."""
     try:
         return data.decode(encoding), 0
     except UnicodeDecodeError:
@@ -77,8 +77,8 @@ def decode(data: bytes, encoding: str) -> tuple[str, int]:
 
 
 def guess(data: bytes) -> Guess | None:
-    """The encoding in which bytes that are not UTF-8 read best; None where they are no text in
-    any."""
+    """Returns the encoding in which bytes that are not UTF-8 read best; None where they are no text
+    in any."""
     from charset_normalizer import from_bytes  # needed for this message alone
 
     data = data[:SAMPLE_BYTES]
@@ -121,13 +121,14 @@ stand there."""
 
 
 def _excerpt(text: str) -> str:
-    """A piece of text around its first letter that is not ASCII."""
+    """Returns a piece of text around its first letter that is not ASCII."""
     first = next((i for i, letter in enumerate(text) if not letter.isascii()), 0)
     return " ".join(text[max(0, first - 15) : first + 25].split())
 
 
 def guess_file(path: Path) -> Guess | None:
-    """The guess for the first piece of a file that is not UTF-8; None where all of it is."""
+    """Returns the guess for the first piece of a file that is not UTF-8; None where all of it
+    is."""
     with path.open("rb") as file:
         while data := file.read(SAMPLE_BYTES):
             try:

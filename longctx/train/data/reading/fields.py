@@ -62,8 +62,8 @@ def check_choices(
 def system_turn(
     messages: list[dict[str, Any]], given: Mapping[str, Any], where: str
 ) -> list[dict[str, Any]]:
-    """The turn to put before the conversation: that of `system` or `system_prompt`, where the
-    conversation does not begin with it."""
+    """Returns the turn to put before the conversation: that of `system` or `system_prompt`, where
+    the conversation does not begin with it."""
     found: list[dict[str, Any]] = []
     for key in ("system", "system_prompt"):
         if key in given and (text := string(given, key, where)).strip():
@@ -103,8 +103,8 @@ def no_template_keys(given: Mapping[str, Any], where: str) -> None:
 
 
 def alpaca_question(given: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """The turns of an Alpaca record before its last answer: the exchanges of `history`, then
-    `instruction`, with `input` on a line of its own."""
+    """Returns the turns of an Alpaca record before its last answer: the exchanges of `history`,
+    then `instruction`, with `input` on a line of its own."""
     asked = [string(given, key, where) for key in ("instruction", "input") if key in given]
     question = "\n".join(text for text in asked if text.strip())
     if not question.strip():
@@ -124,7 +124,8 @@ def alpaca_question(given: Mapping[str, Any], where: str) -> list[dict[str, Any]
 
 
 def _objects(given: Mapping[str, Any], key: str, expected: str, where: str) -> Any:
-    """A list of objects, or None for an empty one; datasets keep such lists as JSON strings."""
+    """Returns a list of objects, or None for an empty one; datasets keep such lists as JSON
+    strings."""
     value = given[key]
     if isinstance(value, str):
         value = parse_json(value, f"{where}: `{key}`") if value.strip() else []

@@ -85,7 +85,7 @@ GROUP_SEEN_FEATURES = Features({**GROUP_TOKEN_FEATURES, **SEEN})
 
 
 def columns_of(group: AnswerGroup) -> dict[str, Any]:
-    """A row of GROUP_SEEN_FEATURES."""
+    """Returns a row of GROUP_SEEN_FEATURES."""
     parts = [group.prompt, *group.answers]
     return {
         "input_ids": np.concatenate(parts).astype(np.int32, copy=False),
@@ -108,7 +108,7 @@ def group_of(
     pictures: int = 0,
     pixels: int = 0,
 ) -> AnswerGroup:
-    """The group that `columns_of` wrote."""
+    """Returns the group that `columns_of` wrote."""
     prompt, *answers = np.split(input_ids, np.cumsum(lengths)[:-1])
     return AnswerGroup(
         prompt,

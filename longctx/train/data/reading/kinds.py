@@ -77,8 +77,8 @@ HEAD_BYTES = 8192
 
 
 def record_suffix(path: Path) -> str | None:
-    """The suffix of a file of records, without that of its compression; None for other files.
-    Columns are compressed within their file, so `.parquet.gz` is not read."""
+    """Returns the suffix of a file of records, without that of its compression; None for other
+    files. Columns are compressed within their file, so `.parquet.gz` is not read."""
     suffix = path.suffix.lower()
     if suffix in COMPRESSED:
         suffix = path.with_suffix("").suffix.lower()
@@ -87,7 +87,7 @@ def record_suffix(path: Path) -> str | None:
 
 
 def compression(path: Path) -> str | None:
-    """The suffix by which a file of records says that it is compressed."""
+    """Returns the suffix by which a file of records says that it is compressed."""
     suffix = path.suffix.lower()
     return suffix if suffix in COMPRESSED and record_suffix(path) else None
 

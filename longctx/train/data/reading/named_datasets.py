@@ -41,9 +41,9 @@ AS_TEXT: dict[str, Any] = {"keep_default_na": False, "na_filter": False, "index_
 
 
 def load_records(args: DataArguments, tell: Tell | None = None) -> Dataset | IterableDataset:
-    """The rows of --dataset_name: a folder of `save_to_disk`, or what `load_dataset` takes (local
-    or hub). `tell` gets the line that names what is read and what is not, if there is more than
-    what is read. Raises UserError for what cannot be loaded."""
+    """Returns the rows of --dataset_name: a folder of `save_to_disk`, or what `load_dataset` takes
+    (local or hub). `tell` gets the line that names what is read and what is not, if there is more
+    than what is read. Raises UserError for what cannot be loaded."""
     assert args.dataset_name
     check_dataset_name(args.dataset_name)
     folder = expanded(args.dataset_name)
@@ -131,7 +131,7 @@ def _rows(builder: DatasetBuilder, args: DataArguments) -> Dataset | IterableDat
 
 
 def _value(record: dict[str, str | None]) -> dict[str, Any]:
-    """A row of cells as a record."""
+    """Returns a row of cells as a record."""
     return {name: cell_value(name, cell or "") for name, cell in record.items()}
 
 

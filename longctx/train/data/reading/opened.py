@@ -57,7 +57,7 @@ class Text:
         return self._unpacked.read_bytes if self._unpacked else self.path.stat().st_size
 
     def lines(self) -> Iterator[tuple[str, int]]:
-        """The lines with their ends, and how many bytes of each were replaced."""
+        """Yields the lines with their ends, and how many bytes of each were replaced."""
         with closing(self._open()) as file:
             encoding = byte_order_mark(file.peek(4)[:4]) or "utf-8-sig"
             for line, replaced in _lines(file, encoding):
@@ -65,7 +65,7 @@ class Text:
                 yield line, replaced
 
     def blocks(self) -> Iterator[str]:
-        """The text in pieces of about BLOCK_BYTES, none of which ends within a character."""
+        """Yields the text in pieces of about BLOCK_BYTES, none of which ends within a character."""
         with closing(self._open()) as file:
             encoding = byte_order_mark(file.peek(4)[:4]) or "utf-8-sig"
             for text, replaced in _blocks(file, encoding):

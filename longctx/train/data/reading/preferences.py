@@ -60,8 +60,8 @@ def is_rated(given: Mapping[str, Any]) -> bool:
 
 
 def read_group(given: Mapping[str, Any], rows: Rows, where: str) -> Read | None:
-    """The kind and content of a record's document, for rows of groups; None where it has not the
-    keys of one. `given` are the record's keys that are not null.
+    """Returns the kind and content of a record's document, for rows of groups; None where it has
+    not the keys of one. `given` are the record's keys that are not null.
 
     Raises UserError starting with `where` for anything that is not understood.
     """
@@ -146,7 +146,7 @@ def _answers(
     given: Mapping[str, Any],
     where: str,
 ) -> Read:
-    """A prompt and its answers, in turns where one of them is."""
+    """Returns a prompt and its answers, in turns where one of them is."""
     if isinstance(before, str):
         if all(isinstance(answer, str) for answer in answers):
             no_template_keys(given, where)
@@ -193,7 +193,7 @@ def _shared_turns(chosen: Turns, rejected: Turns, given: Mapping[str, Any], wher
 def _cut_turns(
     chosen: Turns, rejected: Turns, shared: int, given: Mapping[str, Any], where: str
 ) -> Read:
-    """Whole conversations, as a prompt of so many turns and two answers."""
+    """Returns whole conversations as a prompt, their first turns, and two answers."""
     answers = [chosen[shared:], rejected[shared:]]
     for key, answer in zip(PAIR, answers, strict=True):
         if not answer:
@@ -218,7 +218,7 @@ that its answers share by chance would be taken for the prompt."""
 
 
 def _cut_strings(texts: Sequence[str], given: Mapping[str, Any], where: str) -> Read:
-    """Whole strings, as a prompt and two answers."""
+    """Returns whole strings, as a prompt and two answers."""
     if named := next((key for key in _PROMPTS if isinstance(given.get(key), str)), None):
         raise UserError(
             f"{where}: `{named}` beside `chosen` and `rejected` is not read: call it `prompt`, or "
@@ -258,7 +258,7 @@ def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def _prompt(given: Mapping[str, Any], where: str) -> str | Turns | None:
-    """The prompt that a record names, under any of its names."""
+    """Returns the prompt that a record names, under any of its names."""
     for key in ("prompt", "messages", "conversations"):
         if key in given:
             if key == "prompt" and isinstance(given[key], str):
@@ -283,8 +283,8 @@ def _words(given: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _turns(given: Mapping[str, Any], key: str, where: str) -> tuple[Turns, list[int]]:
-    """The messages of a list of turns or of a single one, and the numbers of the assistant turns
-    that are not to be trained."""
+    """Returns the messages of a list of turns or of a single one, and the numbers of the assistant
+    turns that are not to be trained."""
     value = given[key]
     return read_turns([value] if isinstance(value, Mapping) else value, key, where)
 

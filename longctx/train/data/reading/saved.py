@@ -50,7 +50,7 @@ def not_saved(records: Sequence[Path], root: Path) -> dict[Path, str]:
 
 
 def _listed(path: Path, key: str) -> list[Any] | None:
-    """The list under a key of a JSON file; None where there is none."""
+    """Returns the list under a key of a JSON file; None where there is none."""
     try:
         found = read_json(path)
     except (OSError, ValueError):

@@ -41,10 +41,10 @@ def read_documents(
     max_samples: int | None = None,
     sees: bool = False,
 ) -> Iterator[Document]:
-    """The documents of files of text and of records, in order; blank ones are left out. They say
-    where they are from in printable words: a name may be bytes that are no text, or hold terminal
-    codes. Of each file of records, and of all text files together, `max_samples` are read. Where
-    the model `sees`, records may name pictures in the folder of their file.
+    """Yields the documents of files of text and of records, in order; blank ones are left out. They
+    say where they are from in printable words: a name may be bytes that are no text, or hold
+    terminal codes. Of each file of records, and of all text files together, `max_samples` are read.
+    Where the model `sees`, records may name pictures in the folder of their file.
 
     Raises UserError for a file of which more than UNDECODABLE_SHARE is not text, and for plain text
     where `rows` are made of records.

@@ -75,8 +75,8 @@ def choose(records: Sequence[Path], folder: Path) -> SplitChoice:
 
 
 def _by_side(sides: Mapping[Path, Side], folder: Path) -> SplitChoice:
-    """The choice where names alone tell. Files with no word of a split are read as training rows;
-    held-out ones are read if there is nothing else."""
+    """Returns the choice where names alone tell. Files with no word of a split are read as training
+    rows; held-out ones are read if there is nothing else."""
     read = [path for path, side in sides.items() if side != "held out"]
     if not read:
         return SplitChoice(list(sides), note=_NOTHING_ELSE if sides else None)
@@ -87,8 +87,8 @@ def _by_side(sides: Mapping[Path, Side], folder: Path) -> SplitChoice:
 
 
 def _side(path: Path) -> Side:
-    """The side of a file by the words of its folders, the outermost first, and then of its name. A
-    part with words of both sides (`train_test`) tells nothing."""
+    """Returns the side of a file by the words of its folders, the outermost first, and then of its
+    name. A part with words of both sides (`train_test`) tells nothing."""
     for part in path.parts:
         if side := _words_side(part):
             return side
@@ -103,7 +103,7 @@ def _words_side(name: str) -> Side:
 
 
 def _set_of(path: Path) -> tuple[str, ...]:
-    """A file's name without the words of splits and the numbers of shards."""
+    """Returns a file's name without the words of splits and the numbers of shards."""
     words = [word for part in path.parts for word in _BETWEEN.split(part.lower())]
     return tuple(word for word in words if word and word not in TRAIN | {"of"})
 
@@ -118,7 +118,8 @@ class _Config:
 
 
 def _configs(folder: Path, files: Sequence[Path]) -> list[_Config]:
-    """The README's configurations that match files: its default one alone, where it has one."""
+    """Returns the README's configurations that match files: its default one alone, where it has
+    one."""
     found = []
     for entry in _entries(folder):
         name, root = str(entry["config_name"]), Path(str(entry.get("data_dir") or ""))
@@ -140,7 +141,8 @@ def _configs(folder: Path, files: Sequence[Path]) -> list[_Config]:
 
 
 def _entries(folder: Path) -> list[Mapping[str, Any]]:
-    """The entries of `configs` in the YAML of a folder's README; none where it is broken."""
+    """Returns the entries of `configs` in the YAML of a folder's README; none where it is
+    broken."""
     card: dict[str, Any] = {}
     for name in CARD_NAMES:
         try:
@@ -159,7 +161,7 @@ def _entries(folder: Path) -> list[Mapping[str, Any]]:
 
 
 def _patterns(given: Any) -> Iterator[tuple[str, str]]:
-    """The splits and patterns of a README's `data_files`."""
+    """Yields the splits and patterns of a README's `data_files`."""
     for item in given if isinstance(given, list) else [given]:
         split, paths = "train", item
         if isinstance(item, Mapping):

@@ -87,8 +87,8 @@ def listed_turns(value: Any, key: str, where: str) -> Any:
 
 
 def read_turns(turns: Any, key: str, where: str) -> tuple[list[dict[str, Any]], list[int]]:
-    """The messages for the chat template, and the numbers of the assistant turns that are not
-    trained (from 0).
+    """Returns the messages for the chat template, and the numbers of the assistant turns that are
+    not trained (from 0).
 
     Raises UserError starting with `where` for a turn that is not understood.
     """
@@ -161,7 +161,7 @@ def _others(names: tuple[str, str]) -> tuple[str, str]:
 
 
 def _either(turn: Mapping[str, Any], name: str, other: str, at: str) -> tuple[str, Any]:
-    """The value under one of two names, and that name: exports mix them."""
+    """Returns the value under one of two names, and that name: exports mix them."""
     if turn.get(other) is None:
         return name, turn.get(name)
     if turn.get(name) not in (None, turn[other]):
@@ -217,8 +217,9 @@ def _check_reasoning(keys: Mapping[str, Any], at: str) -> None:
 
 
 def _all_calls(keys: dict[str, Any], role: str, content: Any, at: str) -> list[dict[str, Any]]:
-    """The calls of a turn, under whichever name, which are taken out of `keys`; arguments become
-    objects. OpenAI's API keeps them as JSON in a string, which most templates would quote again."""
+    """Returns the calls of a turn, under whichever name, which are taken out of `keys`; arguments
+    become objects. OpenAI's API keeps them as JSON in a string, which most templates would quote
+    again."""
     found: dict[str, Any] = {}
     if one := keys.pop("function_call", None):  # OpenAI's, before there could be several
         if not isinstance(one, Mapping):
@@ -239,7 +240,7 @@ def _all_calls(keys: dict[str, Any], role: str, content: Any, at: str) -> list[d
 
 
 def _share_gpt_calls(text: str, at: str) -> list[Any]:
-    """One call, or a list of them, that is the text of a turn."""
+    """Returns one call, or a list of them, that is the text of a turn."""
     try:
         (calls,) = _parsed(f"[{text}]", at)
     except (UserError, ValueError) as error:
@@ -265,7 +266,7 @@ def _function(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(call: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """A call with its arguments as an object, in which nulls are values."""
+    """Returns a call with its arguments as an object, in which nulls are values."""
     call = {key: value for key, value in call.items() if value is not None}
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _call(call["function"], at)}

@@ -139,8 +139,8 @@ def cut_at_shared(
     prompt: np.ndarray,  # (n,) int32
     whole: Sequence[np.ndarray],  # (m_i,) int32 each: prompt and answer
 ) -> tuple[np.ndarray, list[np.ndarray], int]:
-    """The tokens that the prompt and all wholes begin with, what each whole has after them, and the
-    number of the prompt's tokens that are none of them."""
+    """Returns the tokens that the prompt and all wholes begin with, what each whole has after them,
+    and the number of the prompt's tokens that are none of them."""
     shared = min(_common(prompt, ids) for ids in whole)
     return prompt[:shared], [ids[shared:] for ids in whole], len(prompt) - shared
 

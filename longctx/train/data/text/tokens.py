@@ -164,7 +164,7 @@ def folder_of(name: str) -> Path:
 
 
 def kinds_of(records: Dataset, rows: Rows) -> set[str]:
-    """Kinds of documents, of our own or of a dataset by its columns (Document.kind)."""
+    """Returns the kinds of documents, of our own or of a dataset by its columns (Document.kind)."""
     columns = set(records.column_names)
     if set(DOCUMENT_FEATURES) <= columns:
         return set(records.unique("kind"))
@@ -192,7 +192,7 @@ def kinds_of(records: Dataset, rows: Rows) -> set[str]:
 def _processes(
     records: Dataset, tokenizer: PreTrainedTokenizerBase, rows: Rows, *, sees: bool
 ) -> int | None:
-    """Worker processes for tokenising; None where this one is fastest.
+    """Returns the number of worker processes for tokenising; None where this one is fastest.
 
     Fast tokenizers use every core by themselves, chat templates and slow tokenizers only one.
     """
@@ -204,7 +204,7 @@ def _processes(
 
 
 def pieces_of(tokens: Dataset, order: Iterable[int]) -> Iterator[Piece]:
-    """The documents of `tokens_of` with these numbers, in this order."""
+    """Yields the documents of `tokens_of` with these numbers, in this order."""
     column = {name: tokens.data.column(name) for name in tokens.column_names}
     for i in order:
         ids, trained = (
@@ -215,7 +215,7 @@ def pieces_of(tokens: Dataset, order: Iterable[int]) -> Iterator[Piece]:
 
 
 def groups_of(tokens: Dataset, order: Iterable[int]) -> Iterator[AnswerGroup]:
-    """The groups of `tokens_of` with these numbers, in this order."""
+    """Yields the groups of `tokens_of` with these numbers, in this order."""
     column = {name: tokens.data.column(name) for name in tokens.column_names}
     for i in order:
         ids, lengths, sides = (

@@ -196,8 +196,8 @@ class _Spliced:
 
 
 def _stretch(encoding: Encoding, shift: int, start: int, end: int) -> _Stretch:
-    """The tokens in text[start:end] without its margins; `shift` is where the encoding's text
-    begins."""
+    """Returns the tokens in text[start:end] without its margins; `shift` is where the encoding's
+    text begins."""
 
     def span(token: int) -> tuple[int, int]:
         return encoding.token_to_chars(token) or (0, 0)  # None: a token that is not of the text
@@ -216,7 +216,8 @@ def _stretch(encoding: Encoding, shift: int, start: int, end: int) -> _Stretch:
 
 
 def _cut(left: _Stretch, right: _Stretch, inside_words: bool) -> tuple[int, int] | None:
-    """The number of a token in both windows, where the second takes over; None if they disagree."""
+    """Returns the number of a token in both windows, where the second takes over; None if they
+    disagree."""
     if not np.array_equal(left.tokens, right.tokens):
         return None
     places = np.arange(len(left.tokens)) if inside_words else np.flatnonzero(left.tokens[:, 3])
