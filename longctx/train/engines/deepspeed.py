@@ -34,8 +34,9 @@ from longctx.packages import pip_install
 from longctx.system import installed
 from longctx.train.engines.builds import build_one_at_a_time
 from longctx.train.engines.gathered import gathered_bytes, layers_of
-from longctx.train.engines.layout import Layout, moments_bytes, zero_layout
+from longctx.train.engines.layout import Layout, moments_bytes
 from longctx.train.engines.protocol import Engine
+from longctx.train.engines.zero_settings import zero_layout
 from longctx.train.options.config import TrainArguments, explained_options, means_no, read_settings
 from longctx.train.options.shipped import find
 

@@ -28,8 +28,9 @@ from longctx.errors import UserError, shortened
 from longctx.loop.collectives import become_one_process, local_shard
 from longctx.memory.pending import Pending, pending_bytes
 from longctx.train.engines.gathered import gathered_bytes, trained_head_numel
-from longctx.train.engines.layout import Layout, fully_shard_layout, gathering_pending, is_true
+from longctx.train.engines.layout import Layout, fully_shard_layout, gathering_pending
 from longctx.train.engines.protocol import Engine
+from longctx.train.engines.zero_settings import is_true
 from longctx.train.options.config import TrainArguments, means_no, read_settings
 
 if TYPE_CHECKING:  # it imports datasets

@@ -28,9 +28,8 @@ Sources: DeepSpeed 0.19 (runtime/zero/stage3.py, partitioned_param_coordinator.p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from longctx.cost.fitted import (
     ENGINE_PROCESS_GIB,
@@ -40,12 +39,11 @@ from longctx.cost.fitted import (
     ZERO_UPDATE_BYTES,
 )
 from longctx.cost.sizes import Parameters
-from longctx.errors import UserError, shortened
 from longctx.memory.pending import Pending
 
 BF16, FP32 = 2, 4
 Buffers = dict[str, int]
-"""Name -> bytes."""
+"""Maps names of buffers to their bytes."""
 LEAST_PINNED = 2**12
 
 
@@ -56,7 +54,7 @@ class Layout:
     name: str
     processes: int = 1
     offloads: bool = False
-    """Everything between steps is on the host."""
+    """Whether everything between steps is on the host."""
     process_gib: float = ENGINE_PROCESS_GIB
     """Host memory of a process: Python, torch, CUDA and the engine."""
     update_bytes: int = ENGINE_UPDATE_BYTES
@@ -227,7 +225,7 @@ class FullyShard(Layout):
         }
 
     def host(self, p: Parameters) -> int:
-        """Shards, gradients and states, pinned as they are."""
+        """Returns the bytes of shards, gradients and states, which are pinned as they are."""
         states = 4 * FP32 * p.total // self.processes
         return states + frozen_bytes(p, self.processes) if self.offloads else 0
 
@@ -264,14 +262,14 @@ class FullyShard(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class Zero(Layout):
-    """DeepSpeed's, of any stage."""
+    """The layout of DeepSpeed's ZeRO, of any stage."""
 
     name: str = "ZeRO"
     process_gib: float = ZERO_PROCESS_GIB
     update_bytes: int = ZERO_UPDATE_BYTES
     stage: int = 3
     accumulates: bool = False
-    """Gradients add up in fp32 over several batches."""
+    """Whether gradients add up in fp32 over several batches."""
     reduce_bucket: int | None = None
     """Elements of a bucket; None ("auto"): D^2."""
     max_live: int = 1_000_000_000
@@ -289,7 +287,7 @@ class Zero(Layout):
 
     @property
     def _summed_bytes(self) -> int:
-        """Gradients of several ranks are summed in fp32."""
+        """Returns the bytes of a number while gradients are summed: fp32 among several ranks."""
         return FP32 if self.processes > 1 else BF16
 
     def _bucket(self, p: Parameters) -> int:
@@ -428,86 +426,6 @@ def _sub_groups(numels: Iterable[int], size: int) -> list[int]:
             groups.append(numel)
             numel = 0
     return [*groups, numel] if numel else groups
-
-
-MOST_ELEMENTS = 10**15
-"""Largest bucket or group: the bytes of a larger one would overflow 64 bits."""
-
-
-def _object(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Returns the settings under a key, or none. Raises UserError."""
-    found = settings.get(key)
-    if found is None:
-        return {}
-    if not isinstance(found, Mapping):
-        raise UserError(f"--deepspeed: {key} must be an object {{...}}, got {_shown(found)}")
-    return found
-
-
-def _elements(zero: Mapping[str, Any], key: str, default: int | None) -> Any:
-    """Returns a number of elements, or the default where DeepSpeed is to find one. Raises
-    UserError."""
-    found = zero.get(key, "auto")
-    if found == "auto":
-        return default
-    if type(found) not in (int, float) or not 0 <= found <= MOST_ELEMENTS:
-        raise UserError(
-            f"--deepspeed: {key} must be a number from 0 to {MOST_ELEMENTS:.0e}, or "
-            f'"auto", got {_shown(found)}'
-        )
-    return int(found)
-
-
-def is_true(option: str, settings: Mapping[str, Any], key: str) -> bool:
-    """Returns what a file says under a key, false without it. Raises UserError for what is neither
-    true nor false: libraries take the word "false" for true."""
-    found = settings.get(key)
-    if found is not None and not isinstance(found, bool):
-        raise UserError(f"--{option}: {key} must be true or false, got {_shown(found)}")
-    return bool(found)
-
-
-def _shown(value: Any) -> str:
-    return shortened(repr(value), 40)
-
-
-def zero_layout(settings: Mapping[str, Any], processes: int, passes: int) -> Zero:
-    """Returns the layout of DeepSpeed's settings. Raises UserError for stages and places that no
-    plan knows, and for values of the wrong kind."""
-    zero = _object(settings, "zero_optimization")
-    stage = zero.get("stage", 0)
-    if type(stage) is not int or stage not in (1, 2, 3):
-        raise UserError(
-            f"--deepspeed: ZeRO stage {_shown(stage)} is not known to the plan: 1, 2 or 3"
-        )
-    for key in zero:
-        if key.endswith("_bucket_size"):  # also of those that change no byte: a run would refuse it
-            _elements(zero, key, None)
-    offload = {part: _object(zero, f"offload_{part}") for part in ("param", "optimizer")}
-    places = {part: found.get("device") or "none" for part, found in offload.items()}
-    for place in places.values():
-        if place not in ("none", "cpu"):
-            shown = place if isinstance(place, str) else _shown(place)
-            raise UserError(
-                f"--deepspeed: offload to {shown} is not known to the plan: cpu, or none"
-            )
-
-    offloads = [word for word, place in places.items() if place == "cpu"]
-    suffix = " with CPU offload" if len(offloads) == 2 else ""
-    if len(offloads) == 1:
-        suffix = f" with the {'weights' if offloads == ['param'] else 'optimizer'} on the CPU"
-    return Zero(
-        name=f"ZeRO-{stage}{suffix}",
-        processes=processes,
-        stage=stage,
-        accumulates=passes > 1,
-        reduce_bucket=_elements(zero, "reduce_bucket_size", None),
-        max_live=_elements(zero, "stage3_max_live_parameters", 1_000_000_000),
-        sub_group=_elements(zero, "sub_group_size", 1_000_000_000),
-        offloads_weights=places["param"] == "cpu",
-        offloads_states=places["optimizer"] == "cpu",
-        pins=is_true("deepspeed", offload["optimizer"], "pin_memory"),
-    )
 
 
 def fully_shard_layout(offloads: bool, processes: int, *, reshards: bool = True) -> FullyShard:

@@ -18,13 +18,8 @@ from longctx.errors import UserError
 from longctx.memory.pending import Pending
 from longctx.train.engines import fsdp, gathered
 from longctx.train.engines.fsdp import FSDP2
-from longctx.train.engines.layout import (
-    FullyShard,
-    Layout,
-    Zero,
-    fully_shard_layout,
-    zero_layout,
-)
+from longctx.train.engines.layout import FullyShard, Layout, Zero, fully_shard_layout
+from longctx.train.engines.zero_settings import zero_layout
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan import engines as planned_engines
 from longctx.train.plan.engines import ShardedStates, averaged, exchanged, shared_rows
