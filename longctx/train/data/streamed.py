@@ -32,6 +32,8 @@ from longctx.train.data.text.remarks import media_tokens, token_line, token_of_m
 from longctx.train.options.config import DataArguments
 
 SHUFFLE_BUFFER_DOCUMENTS = 256
+"""Records that are in memory to be shuffled. A larger buffer shuffles better, and delays the first
+row."""
 BATCH_DOCUMENTS = 16  # tokenised together; a row waits for as many
 
 

@@ -44,7 +44,7 @@ from longctx.memory.pending import Pending
 BF16, FP32 = 2, 4
 Buffers = dict[str, int]
 """Maps names of buffers to their bytes."""
-LEAST_PINNED = 2**12
+LEAST_PINNED = 2**12  # bytes: a page, the smallest block that is locked
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Each adapted linear map becomes a module with the attributes of PEFT's `LoraLayer` that
 families/adapters.py reads. tests/train/plan/test_changes.py compares plans with those of PEFT's own
-layers (adapters.with_lora), which are still made where a part is trained as a whole.
+layers (peft_adapters.with_lora), which are still made where a part is trained as a whole.
 """
 
 from __future__ import annotations

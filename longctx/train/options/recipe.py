@@ -18,7 +18,7 @@ from longctx.errors import UserError
 
 Written = str | list[Any] | dict[str, Any]
 
-_LARGEST_FILE_BYTES = 2**20
+_LARGEST_FILE_BYTES = 2**20  # a recipe has some kilobytes: a larger file is another one
 _NO_TAG = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")}
 _JSON = {"": None, "~": None, "null": None, "true": True, "false": False}
 """Meanings of unquoted words: null everywhere, the others within settings."""

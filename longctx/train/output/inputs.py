@@ -29,7 +29,7 @@ from longctx.train.safety.strange_files import read_small
 
 _MOST_LINKS = 40
 """Linux follows as many links in one path."""
-_MOST_SETTINGS_BYTES = 4 << 20
+_MOST_SETTINGS_BYTES = 4 << 20  # a larger file of settings is not searched for names of files
 _CAME_FROM = {"_name_or_path", "name_or_path"}
 """Keys whose paths say where a model came from; nothing is read there."""
 

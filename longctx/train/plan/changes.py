@@ -32,7 +32,7 @@ from longctx.train.plan.subject import PlannedRun, Subject
 
 MOST = 5
 """The most changes of flags alone that are shown."""
-HOST_STEP_GIB = 8
+HOST_STEP_GIB = 8  # the smallest host that fits is rounded up to a size that is sold
 RANK = 16
 """The rank of the adapters that are tried."""
 GPUS = (2, 4, 8)

@@ -43,7 +43,7 @@ from longctx.memory.rates import (
 from longctx.memory.store import free_gpu_bytes
 
 DTYPE = torch.bfloat16
-HEAD_DIM = 128
+HEAD_DIM = 128  # of Llama and most published models
 LENGTHS = {8192: (32, 8), 32768: (32, 8), 131072: (4, 1)}
 """Maps the tokens of a document to its query and key/value heads."""
 MIDDLE = 32768

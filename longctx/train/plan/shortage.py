@@ -15,7 +15,7 @@ from longctx.memory.machine import host_budget
 from longctx.train.plan.predict import Plan, plan
 from longctx.train.plan.subject import PlannedRun, Subject
 
-MOST_HOST_GIB = 4096
+MOST_HOST_GIB = 4096  # a host of this size counts as one without limits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from longctx.errors import UserError, one_line
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h, which Python does not name
 _LIBC = ctypes.CDLL(None)
 _binding: tuple[int, int] | None = None  # the process and the thread whose children are bound
 

@@ -33,7 +33,7 @@ from longctx.loop.collectives import any_rank, local_shard
 from longctx.runtime.runtime import patched_part
 from longctx.train.tasks.protocol import Task
 
-PATIENCE = 10
+PATIENCE = 10  # ten broken steps in a row are no chance: the run has diverged
 SHOWN_DOCUMENTS = 8
 Names = Callable[[list[int]], list[str]]
 Batch = dict[str, Tensor]  # input_ids, labels, position_ids, documents: (B, S)

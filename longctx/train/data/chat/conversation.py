@@ -16,6 +16,7 @@ from longctx.train.data.reading.places import in_parts
 # Real templates add at most a few kB of instructions to what they are given.
 RENDERED_FACTOR, RENDERED_CHARS = 20, 1_000_000
 REASON_CHARS = 200
+"""Characters of a template's error that a message quotes: some errors quote the whole template."""
 
 
 @dataclass(frozen=True, kw_only=True)

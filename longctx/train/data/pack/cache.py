@@ -50,6 +50,8 @@ one)."""
 KINDS = ("documents", "tokens", "rows", "reference", "tokenizer")
 CHECKSUM = ".xxh3"
 MOST_CHECKSUM_BYTES = 1000
+"""More than any file of a checksum has, which is 16 hexadecimal digits: a larger file is not
+read."""
 TEMPORARY = ".tmp"
 _STEM = rf"(?P<stem>(?P<kind>{'|'.join(KINDS)})-(?:v(?P<format>\d+)-)?[0-9a-f]{{20}})"
 _SUFFIX = rf"(\.arrow|\.arrow\{CHECKSUM}|\.json)"
@@ -57,6 +59,7 @@ _SUFFIX = rf"(\.arrow|\.arrow\{CHECKSUM}|\.json)"
 FILE_NAME = re.compile(rf"{_STEM}(_\d{{5}}_of_\d{{5}})?{_SUFFIX}")
 TEMPORARY_NAME = re.compile(rf"{_STEM}{_SUFFIX}?-?([0-9a-f]{{6}}-)?[a-z0-9_]{{8}}\{TEMPORARY}")
 BATCH_BYTES = 64 << 20
+"""Rows that are in memory together while an Arrow file is written."""
 
 
 def digest(*parts: Any) -> str:

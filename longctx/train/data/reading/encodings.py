@@ -22,6 +22,8 @@ BYTE_ORDER_MARKS = {
     codecs.BOM_UTF16_BE: "utf-16",
 }
 SAMPLE_BYTES = 1 << 16
+"""The piece of a file by which its encoding is guessed: charset-normalizer reads it in every
+encoding that it knows."""
 WESTERN = ("cp1252", "mac_roman", "cp850")
 """Encodings of Western Europe: of the web, of old Macs and of DOS. An earlier one goes first."""
 ALPHABETS = (

@@ -45,6 +45,7 @@ _TOKENS = re.compile(r'("(?:[^"\\]|\\.)*")(?=\s*:\s*(["\[{]))?|[{}\[\]]')
 and brackets."""
 MOST_NAMED = 3
 MOST_KINDS = 8
+"""A line about a folder names at most this many files of a kind, and kinds of files."""
 Tell = Callable[[str], None]
 
 

@@ -74,6 +74,7 @@ MAGIC_NUMBERS = {
 """Maps the beginning of a file that is no text (a regular expression) to what it is, and what to
 do."""
 HEAD_BYTES = 8192
+"""The beginning of a file by which its kind is told."""
 
 
 def record_suffix(path: Path) -> str | None:

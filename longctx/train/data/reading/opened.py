@@ -25,6 +25,7 @@ from longctx.train.data.reading.kinds import compression
 
 BLOCK_BYTES = 1 << 20
 GROWTH = 200
+"""The size to which a compressed file may unpack, as a multiple of its own."""
 GROWTH_FREE_BYTES = 64 << 20
 """Bytes to which a compressed file of any size may unpack: a small file whose lines repeat may
 shrink to less than one part in GROWTH."""

@@ -20,13 +20,6 @@ from longctx.train.safety.strange_files import read_json
 STATE, SPLITS = "state.json", "dataset_dict.json"
 
 
-def is_saved(folder: Path) -> bool:
-    """Whether `load_from_disk` reads this folder."""
-    return _listed(folder / STATE, "_data_files") is not None or (
-        _listed(folder / SPLITS, "splits") is not None
-    )
-
-
 def not_saved(records: Sequence[Path], root: Path) -> dict[Path, str]:
     """Returns the files of records below `root` that lie in a folder of save_to_disk and that
     `load_from_disk` would not read, each with the reason. Raises UserError for a folder that lacks

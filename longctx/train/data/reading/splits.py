@@ -38,6 +38,7 @@ HELD_OUT = frozenset({"test", "testing", "validation", "valid", "val", "dev", "e
 _BETWEEN = re.compile(r"[-._ 0-9]+")
 CARD_NAMES = ("README.md", ".huggingface.yaml")
 MOST_CARD_BYTES = 4 << 20
+"""A larger README of a folder is not read."""
 _NOTHING_ELSE = " (held-out rows by name: there are no others)"
 Side = Literal["train", "held out", ""]
 

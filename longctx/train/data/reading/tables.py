@@ -46,8 +46,12 @@ VALUES = frozenset(
 )
 """Columns whose cells are JSON, or a word."""
 MOST_CELL_CHARS = 1 << 30
+"""The csv module refuses cells of more than 131072 characters by default, and a document may be a
+cell."""
 BATCH_ROWS = 32
+"""Rows that are in memory together: a row may hold a document of megabytes."""
 ROW_PIECES_BYTES = 1 << 20
+"""The buffer of a column while a Parquet file is read."""
 SHOWN_COLUMNS = 12
 
 

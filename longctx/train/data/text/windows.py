@@ -38,8 +38,8 @@ from transformers import PreTrainedTokenizerBase
 
 from longctx.errors import UserError, one_line, print_rank0
 
-WINDOW_CHARS = 1 << 18
-OVERLAP_CHARS = 1 << 13
+WINDOW_CHARS = 1 << 18  # a longer text is tokenised in windows of this size
+OVERLAP_CHARS = 1 << 13  # that neighbouring windows share
 MARGIN_CHARS = 1 << 11  # at either end of an overlap, where windows may disagree
 BATCH_WINDOWS = 4  # tokenised together, on as many cores
 LARGE_CHARS = 1 << 24
