@@ -37,7 +37,8 @@ from longctx.train.engines.gathered import gathered_bytes, layers_of
 from longctx.train.engines.layout import Layout, moments_bytes
 from longctx.train.engines.protocol import Engine
 from longctx.train.engines.zero_settings import zero_layout
-from longctx.train.options.config import TrainArguments, explained_options, means_no, read_settings
+from longctx.train.options.config import TrainArguments, explained_options, read_settings
+from longctx.train.options.parser import means_no
 from longctx.train.options.shipped import find
 
 if TYPE_CHECKING:  # it imports datasets

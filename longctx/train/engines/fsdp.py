@@ -31,7 +31,8 @@ from longctx.train.engines.gathered import gathered_bytes, trained_head_numel
 from longctx.train.engines.layout import Layout, fully_shard_layout, gathering_pending
 from longctx.train.engines.protocol import Engine
 from longctx.train.engines.zero_settings import is_true
-from longctx.train.options.config import TrainArguments, means_no, read_settings
+from longctx.train.options.config import TrainArguments, read_settings
+from longctx.train.options.parser import means_no
 
 if TYPE_CHECKING:  # it imports datasets
     from transformers import Trainer

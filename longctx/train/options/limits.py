@@ -81,7 +81,7 @@ def check_values(options: Any) -> None:
                 )
 
 
-def refuse_not_ours(options: Any) -> None:
+def refuse_unsupported(options: Any) -> None:
     """Raises UserError for an option of transformers that cannot be used here."""
     for name in non_defaults(options).keys() & NOT_OURS.keys():
         raise UserError(f"--{name} {NOT_OURS[name]}")

@@ -48,7 +48,7 @@ class AnyLayers:
         own = HF_ATTENTION.get(self.backend) or default_attention(self.config)
         return ours or own or self.config._attn_implementation
 
-    def said(self) -> str | None:
+    def attention_line(self) -> str | None:
         """Returns whose attention runs, where it was tried; None elsewhere."""
         if self.device is None:
             return None

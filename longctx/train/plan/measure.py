@@ -185,10 +185,13 @@ def attention_rates(attention: Attention, device: torch.device, tokens: int) -> 
     and 5 H d L^2 FLOPs."""
     heads, kv_heads = LENGTHS[tokens]
 
-    def numbers(heads: int) -> torch.Tensor:  # (L, heads, d)
+    def random_heads(heads: int) -> torch.Tensor:  # (L, heads, d)
         return torch.randn(tokens, heads, HEAD_DIM, device=device, dtype=DTYPE)
 
-    qkv, do = QKV(numbers(heads), numbers(kv_heads), numbers(kv_heads)), numbers(heads)
+    qkv, do = (
+        QKV(random_heads(heads), random_heads(kv_heads), random_heads(kv_heads)),
+        random_heads(heads),
+    )
     o, lse = torch.empty_like(do), torch.empty(heads, tokens, device=device)
     documents, scale = Documents.of([tokens], device=device), HEAD_DIM**-0.5
 

@@ -140,7 +140,7 @@ def _planned(
         run=run,
         machine=alone,
         sizes=chosen.sizes,
-        backend=(known := subject.any_layers(run)) and known.said() or backend,
+        backend=(known := subject.any_layers(run)) and known.attention_line() or backend,
         decision=decision,
         phases=found,
         seconds=_seconds(subject, run, machine, step, decision, images),
