@@ -156,10 +156,11 @@ def main(argv: list[str] | None = None) -> None:
         counted["eval"] = counts(rows.eval)
     batches = make_batches(asked, checked, rows)
     references, run = define_run(asked, checked, rows, batches)
-    if folder.foreseen:
+    if folder.foreseen:  # the plan is shown late, since its seconds depend on documents' lengths
         folder.foreseen.show(rows.train, rows.seen[0] if rows.seen else None)
     rows = load_others(asked, checked, rows, references)
     trainer, record = load(asked, checked, rows, batches, references, run, counted)
+    # An earlier run's files stay until all that may fail before the first step has not failed.
     if asked.train.process_index == 0:
         clear_output_dir(folder.path, asked.resume)
     evaluated = train(asked, rows, folder, trainer, record)
@@ -320,8 +321,8 @@ def define_run(
 def load_others(
     asked: Requested, checked: Checked, rows: RunRows, references: References | None
 ) -> RunRows:
-    """Returns other models that the task needs: a reference is loaded alone, gives the rows its
-    numbers and is gone before training; a teacher stays."""
+    """Loads the other models that the task needs, and returns the rows with a reference's numbers.
+    A reference is loaded alone and is gone before training; a teacher stays."""
     if references and asked.train.reference:
         rows = rows._replace(**references.of_another_model(rows.given, asked.engine))
     if checked.teacher is not None:
@@ -341,7 +342,7 @@ def load(
     """Returns the model, vanilla, liger or custom, whose random weights depend on the seed alone;
     its trainer; and the record of the run."""
     (model_args, _, args), engine, resumed = asked.options, asked.engine, asked.resume is not None
-    set_seed(args.seed)
+    set_seed(args.seed)  # data that is in the cache draws no numbers: the weights are the same then
     with explained_oom_of_weights(engine, model_args):
         sees = rows.pictures is not None
         model = load_model(model_args, checked.config, device=args.device, engine=engine, sees=sees)

@@ -239,7 +239,8 @@ class DeepSpeed(Engine):
             optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 0.0, *options, *number)
 
     def checkpoint_copies(self, args: TrainArguments, dtype: torch.dtype) -> int:
-        """Returns the model's weights as well; all states in fp32."""
+        """Returns the size of a checkpoint in copies of the weights, which it holds as well; all
+        states are in fp32."""
         return 1 + 3 * (2 if args.bf16 or args.fp16 else 1)
 
 

@@ -56,7 +56,8 @@ class About:
 
     @classmethod
     def of(cls, group: str, facts: Sequence[Fact], **rest: Any) -> About:
-        """Returns the facts in any order: a range, a kind of resuming, needs."""
+        """Makes the facts of an option from facts in any order: a range, a kind of resuming,
+        needs."""
         ranges = [fact for fact in facts if isinstance(fact, Range)] or [cls.range]
         needs = tuple(fact for fact in facts if isinstance(fact, Need))
         resume = next((fact for fact in facts if isinstance(fact, Resume)), None)

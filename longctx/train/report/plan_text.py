@@ -209,7 +209,7 @@ the engine's name."""
 
 
 def bars(result: dict[str, Any], console: Console) -> list[Text]:
-    """Returns the GPU at its peak, and the host where anything waits there."""
+    """Returns bars of the GPU at its peak, and of the host if anything waits there."""
     peak = result["peak"]
     limit, free = result["gpu_limit_gib"], result["host_free_gib"]
     lines: list[str | Text] = ["", f"GPU memory at its peak ({peak['phase']}), of {limit:.1f} GiB"]

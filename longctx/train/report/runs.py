@@ -140,7 +140,7 @@ def read_metrics(path: Path) -> list[Line]:
 
 
 def loss_change(losses: Sequence[float]) -> str:
-    """Returns how a loss went, from its first value to its last; a single value went nowhere."""
+    """Returns how a loss went, from its first value to its last, or its only value."""
     ends = losses if len(losses) < 2 else (losses[0], losses[-1])
     return " -> ".join(f"{loss:.4f}" for loss in ends)
 

@@ -133,8 +133,9 @@ class PictureCollator:
     def _of_document(
         self, ids: Tensor, types: Tensor, apart: Tensor, grids: Tensor
     ) -> Tensor:  # (n,), (n,), (n,), (images, 3) -> (3, n)
-        """Returns the later answers to a prompt go on from it as the first one does, whose last
-        token is text: the distance of its positions from those of text is theirs."""
+        """Returns the positions of a document. The later answers to a prompt go on from it as the
+        first one does, whose last token is text: the distance of its positions from those of text
+        is theirs."""
         first = int((apart == torch.arange(len(apart))).sum())  # tokens to the first answer's end
         rope, _ = self._rope_index(
             input_ids=ids[None, :first],

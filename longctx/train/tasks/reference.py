@@ -139,7 +139,7 @@ class ReferencePass:
         return [everyone[number] for number in chosen]
 
     def _write(self, path: Path, found: Any) -> Dataset:
-        """Returns the first process writes, the others wait and read."""
+        """Has the first process write, while the others wait, and returns what all read."""
         columns = ({REFERENCE: log_probs} for log_probs in found)
         if self.writes:
             written = write_arrow(path, FEATURES, columns)
