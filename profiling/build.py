@@ -19,9 +19,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback,
 
 from longctx.kernels.annotate import annotate
 from longctx.patching.patch import patch_as
+from longctx.train.data.origins import check_sources
+from longctx.train.data.pack.batches import as_arrays
 from longctx.train.data.pack.packing_groups import build_group_row
-from longctx.train.data.reading.groups import Group
-from longctx.train.data.rows import as_arrays, build_dataset, check_sources
+from longctx.train.data.packed_rows import RowOptions, build_dataset
+from longctx.train.data.reading.groups import AnswerGroup
 from longctx.train.data.text.tokenizer import load_tokenizer
 from longctx.train.options.config import DataArguments, ModelArguments
 from longctx.train.start.loading import _hf_attention, check_request, load_config, load_model
@@ -70,7 +72,7 @@ class RandomPairs(Dataset[dict[str, Any]]):
         length, answer = self.lengths[index], self.answer
         ids = np.random.default_rng(index).integers(self.vocabulary, size=length, dtype=np.int32)
         prompt, *answers = np.split(ids, [length - 2 * answer, length - answer])
-        row = build_group_row([Group(prompt, (*answers,), (0, 1), index)], length, 0)
+        row = build_group_row([AnswerGroup(prompt, (*answers,), (0, 1), index)], length, 0)
         return {**row, REFERENCE: np.zeros(2)}
 
 
@@ -181,10 +183,12 @@ def _rows(
     rows = build_dataset(
         data_args,
         tokenizer,
-        files=data_args.train_file,
-        seq_len=model_args.seq_len,
-        vocab_size=vocabulary,
-        seed=seed,
+        RowOptions(
+            files=data_args.train_file,
+            seq_len=model_args.seq_len,
+            vocab_size=vocabulary,
+            seed=seed,
+        ),
     )
     return as_arrays(rows)
 

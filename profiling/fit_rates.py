@@ -29,7 +29,8 @@ from longctx.cost.seconds import Seconds
 from longctx.cost.sizes import Sizes
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan.engines import shared_rows
-from longctx.train.plan.predict import Subject, plan
+from longctx.train.plan.predict import plan
+from longctx.train.plan.subject import Subject
 from profiling.front import batches
 from profiling.plan_cells import (
     LONGEST,

@@ -45,7 +45,8 @@ from longctx.runtime.costs import StepTable
 from longctx.train.engines import choose_engine
 from longctx.train.engines.layout import Layout
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Plan, Run, Subject, plan
+from longctx.train.plan.predict import Plan, plan
+from longctx.train.plan.subject import PlannedRun, Subject
 from longctx.train.report.page import pyplot, with_ending
 from longctx.train.report.plan_run import with_answers, with_images
 from longctx.train.report.predicted import equal_tokens
@@ -143,7 +144,7 @@ def subject(
     return Subject(config, args)
 
 
-def run_of(row: dict[str, Any], exact: bool) -> Run:
+def run_of(row: dict[str, Any], exact: bool) -> PlannedRun:
     settings: dict[str, Any] = {}
     tokens = row.get("rows", 1) * row["tokens"]
     if row["class_type"] == "custom":
@@ -165,7 +166,7 @@ def run_of(row: dict[str, Any], exact: bool) -> Run:
         quantize=row.get("quantize", "none"),
         **settings,
     )
-    run = Run(
+    run = PlannedRun(
         model=model,
         task=row.get("task", "sft"),
         place=row.get("place", "auto"),
@@ -215,7 +216,7 @@ def step_cells() -> Iterator[Cell]:
         model = ModelArguments(
             cuda_graphs="off", preset=PRESET, seq_len=tokens, offload_activations="all"
         )
-        found = plan(whole, Run(model=model, place="host"), MACHINES["h200"], HOST_GIB * GIB)
+        found = plan(whole, PlannedRun(model=model, place="host"), MACHINES["h200"], HOST_GIB * GIB)
         cell = f"h200 on the host: custom 32 layers, 1 x {tokens}, today"
         yield Cell(name=cell, plan=found, measured={"gpu_gib": peak_gib})
 
@@ -358,7 +359,7 @@ def image_cells() -> Iterator[Cell]:
             train_vision=row["tower"],
         )
         config = load_config(args, vocab_size=1)
-        run = Run(model=args, exact=False)
+        run = PlannedRun(model=args, exact=False)
         pixels = f"{row['pixels']}x{row['pixels']}"
         run = with_images(run, config, row["frames"] // 2, pixels)
         subject = Subject(config, args)
@@ -380,7 +381,7 @@ def case_of(row: dict[str, Any]) -> Case:
 
 
 def planned(
-    row: dict[str, Any], of: Subject, run: Run, machine: Machine = MACHINES["h200"]
+    row: dict[str, Any], of: Subject, run: PlannedRun, machine: Machine = MACHINES["h200"]
 ) -> dict[str, Plan]:
     """With the ladder that ran, and, where a row names it, with the plan's own choice."""
     host_bytes = int(row.get("host_free_gib", HOST_GIB) * GIB)
@@ -445,7 +446,7 @@ def family_layers(row: dict[str, Any]) -> Cell:
     config.num_hidden_layers, config.vocab_size, config.pad_token_id = layers, 128, None
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
-    made, run = Subject(config), Run(model=args, exact=False)
+    made, run = Subject(config), PlannedRun(model=args, exact=False)
     sizes = replace(made.sizes(run), writes_gradients=True)
     step = Step(
         count=StepTable.of,
@@ -479,7 +480,7 @@ def front_cell(row: dict[str, Any], tokens: int, document: int) -> Cell:
     args = model_arguments({**row, "preset": preset, "tokens": tokens})
     config = load_config(args, vocab_size=VOCABULARY)
     config.num_hidden_layers = layers or config.num_hidden_layers
-    made, run = Subject(config), Run(model=args, exact=False)
+    made, run = Subject(config), PlannedRun(model=args, exact=False)
     rates = machine.rates("fa4", document, *made.sizes(run).scores)
     sizes = replace(made.sizes(run), writes_gradients=True, trained=0)
     limit = int(row.get("budget_gib", machine.gpu_gib) * GIB)
@@ -505,7 +506,7 @@ def front_cell(row: dict[str, Any], tokens: int, document: int) -> Cell:
 
 def alone(
     made: Subject,
-    run: Run,
+    run: PlannedRun,
     machine: Machine,
     step: Step,
     limit: int,

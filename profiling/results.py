@@ -18,7 +18,7 @@ import torch
 
 from longctx.errors import UserError
 from longctx.train.report.page import code, heading, paragraph, with_ending
-from longctx.train.safety.files import read_json
+from longctx.train.safety.strange_files import read_json
 from longctx.train.safety.writing import check_writable, is_marked, replace_file
 
 _PACKAGES = (

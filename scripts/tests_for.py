@@ -56,7 +56,7 @@ def reading(root: Path) -> tuple[dict[str, Path], Imports]:
 
 def _named(path: Path, public: Mapping[str | None, str | None]) -> set[str | None]:
     """The modules that a file names and does not import: in strings, as
-    `longctx.train.tasks.kto:KTO` or `["-m", "longctx"]`, and by public names, as `from longctx
+    `longctx.train.tasks.rated:KTO` or `["-m", "longctx"]`, and by public names, as `from longctx
     import patch`."""
     found: set[str | None] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

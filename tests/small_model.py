@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from longctx.train.options.presets import PRESETS
+from longctx.train.options.source import PRESETS
 
 CPU = torch.device("cpu")
 

@@ -29,8 +29,9 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from exactness import FACTOR, FLOOR, relative_error
+from longctx.train.data.origins import pictures_of
+from longctx.train.data.packed_rows import RowOptions, Sight, build_dataset
 from longctx.train.data.pictures.processor import Pictures
-from longctx.train.data.rows import Sight, build_dataset, pictures_of
 from longctx.train.options.config import DataArguments, TrainArguments
 from longctx.train.start.picture_batches import PictureCollator, Pictured
 from longctx.train.tasks import make_task
@@ -265,13 +266,15 @@ class Read:
         packed = build_dataset(
             self.args,
             self.tokenizer,
-            files=files,
-            seq_len=seq_len,
-            vocab_size=len(self.tokenizer),
-            seed=1,
-            rows=self.task.rows,
-            mismatched=self.task.mismatched,
-            sight=Sight(lambda: self.pictures, one_document),
+            RowOptions(
+                files=files,
+                seq_len=seq_len,
+                vocab_size=len(self.tokenizer),
+                seed=1,
+                rows=self.task.rows,
+                mismatched=self.task.mismatched,
+                sight=Sight(lambda: self.pictures, one_document),
+            ),
         )
         return Pictured(packed, pictures_of(self.args, files, self.task.rows))
 

@@ -7,7 +7,7 @@ from functools import cache
 
 from longctx.cost.machines import MACHINES, Machine
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Run, Subject
+from longctx.train.plan.subject import PlannedRun, Subject
 from longctx.train.start.loading import load_config
 
 
@@ -23,9 +23,9 @@ def whole_model() -> Subject:
     return Subject(load_config(ModelArguments(preset="llama-3.1-8b", seq_len=8192), vocab_size=1))
 
 
-def run(tokens: int = 8192, *, class_type: str = "custom", **options) -> Run:
+def run(tokens: int = 8192, *, class_type: str = "custom", **options) -> PlannedRun:
     model = ModelArguments(preset="llama-3.1-8b", class_type=class_type, seq_len=tokens)
-    return Run(model=model).having(**options)
+    return PlannedRun(model=model).having(**options)
 
 
 def card(gpu_gib: float, name: str = "rtx-4090") -> Machine:

@@ -406,7 +406,7 @@ class ExactAdamW(torch.optim.Optimizer):
         """As torch.optim.AdamW's, with the remainder of each weight beside its moments, and the
         checksums of the weights that those belong to. The states are copied to the host, 10 bytes a
         parameter; a run's checkpoints are written block by block instead
-        (longctx/train/output/states.py)."""
+        (longctx/train/output/state_files.py)."""
         self.flush()
         packed = super().state_dict()
         numbered = enumerate(p for group in self.param_groups for p in group["params"])

@@ -1,4 +1,4 @@
-"""`longctx COMMAND ...`: what people run; train.py in a clone is `longctx train`.
+"""The command line `longctx COMMAND ...`. The file train.py of a clone runs `longctx train`.
 
 A command is a module with `main(argv)`; its docstring's first line is its help. Modules are
 imported when they are called, so `longctx report` does not wait for torch.
@@ -30,7 +30,7 @@ COMMANDS = {
     "cache": "longctx.train.data.pack.prune",
     "doctor": "longctx.train.report.doctor",
     "eval": "longctx.train.report.evaluate",
-    "help": "longctx.train.commands.help",
+    "help": "longctx.train.commands.help_pages",
     "merge": "longctx.train.lora.merge",
     "plan": "longctx.train.report.plan",
     "recipes": "longctx.train.commands.recipes",
@@ -49,7 +49,7 @@ LAUNCHERS = re.compile(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of the console command."""
+    """Runs the console command."""
     with program():
         run(list(sys.argv[1:] if argv is None else argv))
 

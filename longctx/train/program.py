@@ -32,7 +32,7 @@ from longctx.train.safety.exhausted import refusal
 
 @contextmanager
 def program() -> Iterator[None]:
-    """Around all that a program does. Signals are heard as before when it ends."""
+    """Surrounds all that a program does. Signals are heard as before when it ends."""
     survive_lost_output()
     hide_noise()
     if not on_terminal():
@@ -90,7 +90,8 @@ def _no_signal_lost() -> Iterator[None]:
 
 
 def _signal_of(error: BaseException | None) -> int | None:
-    """The signal that was heard as this exception: Python's own handler's, or `_leave`'s."""
+    """Returns the signal that was heard as this exception: Python's own handler's, or
+    `_leave`'s."""
     if isinstance(error, KeyboardInterrupt):
         return signal.SIGINT
     codes = {128 + number: number for number in (signal.SIGTERM, signal.SIGHUP)}
@@ -110,13 +111,13 @@ def _check_folder() -> None:
 
 
 _BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
-"""What libraries read when they are imported: in a file a bar is a line for each time that it is
-drawn."""
+"""Variables that libraries read when they are imported: in a file a bar is a line for each time
+that it is drawn."""
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Around heavy imports, of which nothing is garbage: collecting it takes 1 s of the 6 s of
+    """Surrounds heavy imports, of which nothing is garbage: collecting it takes 1 s of the 6 s of
     transformers' Trainer and its options."""
     collects = gc.isenabled()
     gc.disable()
@@ -128,8 +129,8 @@ def importing() -> Iterator[None]:
 
 
 def started_as(launcher: str = "") -> str:
-    """How training is started here, for lines that name the command: `python train.py` for whoever
-    runs that file of a clone, else `longctx train`; after a launcher in the form that it takes."""
+    """Returns how training is started here, for lines that name the command: `python train.py` if
+    that file of a clone runs, else `longctx train`; after a launcher in the form that it takes."""
     clone = Path(sys.argv[0]).name == "train.py"
     if launcher:
         return f"{launcher} {'train.py' if clone else '-m longctx train'}"

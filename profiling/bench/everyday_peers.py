@@ -321,11 +321,11 @@ def packed_pairs(case: Case) -> list[dict[str, Any]]:
     import numpy as np
 
     from longctx.train.data.pack.packing_groups import GroupStats, pack_groups
-    from longctx.train.data.reading.groups import Group
+    from longctx.train.data.reading.groups import AnswerGroup
     from longctx.train.tasks.reference import REFERENCE
 
     groups = [
-        Group(
+        AnswerGroup(
             np.array(prompt, np.int32),
             tuple(np.array([*answer, END], np.int32) for answer in answers),
             (0, 1),

@@ -36,7 +36,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.constants import GIB
-from longctx.train.options.presets import PRESETS
+from longctx.train.options.source import PRESETS
 from profiling.bench import runner
 from profiling.bench.runner import Case, Row, rounded, until_out_of_memory
 

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import longctx
 from longctx.any_model.seam import Seam
 from longctx.errors import UserError
-from longctx.train.lora.adapters import add_adapters
+from longctx.train.lora.peft_adapters import add_adapters
 from longctx.train.options.config import ModelArguments
 
 OWN = dict(any_model=True, attn_backend="sdpa")

@@ -17,7 +17,7 @@ from longctx.any_model.specimen import POOL_NUMBERS, Specimen, _view, outline
 from longctx.calls.positions import keep_documents_apart
 from longctx.families.classes import class_of
 from longctx.families.families import mixes
-from longctx.train.data.rows import collate
+from longctx.train.data.pack.batches import collate
 
 ROUNDING = 1e-5 if DEVICE == "cpu" else 1e-4
 """Of fp32: kernels of GPUs for recurrences, which transformers takes where it finds them, multiply

@@ -214,7 +214,7 @@ def parsing_alone(monkeypatch):
 
     monkeypatch.setattr(Parser, "parse_args", parse_args)
     real = argparse.ArgumentParser.parse_args
-    monkeypatch.setattr("longctx.train.options.config._Parser.parse_args", real)
+    monkeypatch.setattr("longctx.train.options.parser.OptionParser.parse_args", real)
     monkeypatch.chdir(ROOT)
 
 

@@ -50,7 +50,7 @@ from longctx.patching.patch import patch_as
 from longctx.runtime.costs import StepTable
 from longctx.settings import PatchOptions
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Run, Subject
+from longctx.train.plan.subject import PlannedRun, Subject
 from longctx.train.start.loading import load_config
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -281,7 +281,7 @@ def test_exact_states_on_the_host_train_bit_by_bit(family) -> None:
 def test_the_plan_counts_the_parameters_of_the_model(family, class_type) -> None:
     """tests/runtime/test_cost.py has the FLOPs."""
     subject = Subject(family_config(family))
-    sizes = subject.sizes(Run(model=ModelArguments(class_type=class_type)))
+    sizes = subject.sizes(PlannedRun(model=ModelArguments(class_type=class_type)))
     model, counted = subject.model, subject.parameters
     tables = StepTable.of(sizes, Batch(1, 1)).layers
     for layer, table in zip(model.model.layers, tables, strict=True):

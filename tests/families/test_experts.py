@@ -37,7 +37,7 @@ from longctx.layer.router import weights_of
 from longctx.layer.specs.experts_spec import ExpertsSpec
 from longctx.runtime.costs import StepTable
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Run, Subject
+from longctx.train.plan.subject import PlannedRun, Subject
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 FAMILIES = EXPERTS
@@ -327,7 +327,7 @@ def test_one_expert_gets_all(family) -> None:
 def test_the_plan_counts_all_parameters_and_the_products_of_chosen_experts(family) -> None:
     config = family_config(family)
     subject = Subject(config)
-    sizes = subject.sizes(Run(model=ModelArguments(class_type="custom")))
+    sizes = subject.sizes(PlannedRun(model=ModelArguments(class_type="custom")))
     trained = [p for p in subject.model.parameters() if p.requires_grad]  # not ERNIE's bias
     assert subject.parameters.total == sum(p.numel() for p in trained)
     assert not subject.parameters.adapters

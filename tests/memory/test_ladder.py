@@ -36,7 +36,8 @@ from longctx.memory.levels import ORDERS, Levels, pending_levels
 from longctx.memory.place import BlockSizes, PlacedStates
 from longctx.runtime.costs import StepTable
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Run, Subject, plan
+from longctx.train.plan.predict import plan
+from longctx.train.plan.subject import PlannedRun, Subject
 from longctx.train.start.loading import load_config
 
 T = 131072
@@ -248,7 +249,7 @@ def test_what_is_slower_to_copy_than_to_compute_again_is_not_copied() -> None:
     link, and 18 to compute again."""
     args = ModelArguments(class_type="custom", preset="qwen3.5-9b", seq_len=65536, lora_r=16)
     subject = Subject(load_config(args, vocab_size=1), args)
-    found = plan(subject, Run(model=args, gpu_memory_gib=24), MACHINES["h100"], 112 * GIB)
+    found = plan(subject, PlannedRun(model=args, gpu_memory_gib=24), MACHINES["h100"], 112 * GIB)
     assert found.fits and found.seconds.waits < 0.01 * found.step_s
     ladder = found.decision.chosen.ladder
     assert any(keep.hosted for keep in ladder)

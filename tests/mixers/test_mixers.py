@@ -43,7 +43,7 @@ from longctx.mixers import mixers
 from longctx.mixers.mixers import ModelsMixer, why_slow
 from longctx.runtime.costs import StepTable
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Run, Subject
+from longctx.train.plan.subject import PlannedRun, Subject
 
 pytestmark = [pytest.mark.usefixtures("reference_kernels"), IN_TORCH_ALONE]
 MOST, MOST_OF_DECAYS = 2e-5, 1e-4
@@ -369,11 +369,11 @@ def test_what_the_schedule_does_not_run_joins_no_documents() -> None:
 
 def test_ranks_share_no_rows() -> None:
     subject = Subject(family_config("olmo_hybrid"))
-    run = Run(model=ModelArguments(seq_len=4096), gpus=2, sequence_parallel_size=2)
-    from longctx.train.plan.predict import _check_ranks
+    run = PlannedRun(model=ModelArguments(seq_len=4096), gpus=2, sequence_parallel_size=2)
+    from longctx.train.plan.step import check_ranks
 
     with pytest.raises(UserError, match="a state on from token to token"):
-        _check_ranks(subject.sizes(run), run.tokens)
+        check_ranks(subject.sizes(run), run.tokens)
 
 
 def test_an_engine_that_brings_weights_module_by_module_is_a_stranger() -> None:

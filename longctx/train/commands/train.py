@@ -18,19 +18,12 @@ from transformers import PretrainedConfig, set_seed
 
 from longctx.errors import UserError, print_rank0
 from longctx.images.room_for_images import SeenTokens, prepare
-from longctx.train.data.rows import (
-    as_arrays,
-    build_dataset,
-    check_sources,
-    counts,
-    document_names,
-    picture_files,
-    pictures_of,
-    pixels_identity,
-    rows_identity,
-)
+from longctx.train.data.origins import check_sources, document_names, picture_files, pictures_of
+from longctx.train.data.pack.batches import as_arrays
+from longctx.train.data.packed_rows import RowOptions, build_dataset
+from longctx.train.data.row_report import counts, pixels_identity, rows_identity
 from longctx.train.data.text.tokenizer import load_tokenizer
-from longctx.train.data.text.trial import varies
+from longctx.train.data.text.tokenizer_trial import varies
 from longctx.train.engines import check_resume
 from longctx.train.engines.protocol import Engine
 from longctx.train.loading.pretrained import read_config, weights_identity
@@ -60,7 +53,6 @@ from longctx.train.report.example import numbered_pictures, show_example
 from longctx.train.report.predicted import Foreseen, foresee
 from longctx.train.report.sample import sample
 from longctx.train.start.described import describe_run
-from longctx.train.start.documents import needs_one_document
 from longctx.train.start.eyes import Eyes, check_no_vision, check_shared_rows, eyes_of, use_workers
 from longctx.train.start.loading import (
     check_request,
@@ -70,8 +62,9 @@ from longctx.train.start.loading import (
     saved_bytes,
 )
 from longctx.train.start.options import check_layers, check_rows, check_towers, parse_args
+from longctx.train.start.packing_rule import needs_one_document
 from longctx.train.start.picture_batches import Batches, PictureCollator, Pictured
-from longctx.train.start.reference import References, check_reference
+from longctx.train.start.reference_rows import References, check_reference
 from longctx.train.start.teacher import check_teacher, load_teacher, teacher_identity
 from longctx.train.start.trackers import tracked_as, tracked_name
 from longctx.train.tasks import make_task
@@ -84,7 +77,7 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 QUICKSTART = SHARE / "recipes/quickstart.yaml"
 
 
-class Asked(NamedTuple):
+class Requested(NamedTuple):
     """Holds the parsed command line; `sources` are files of text, which a run must not delete."""
 
     argv: list[str] | None
@@ -124,7 +117,7 @@ class Folder(NamedTuple):
     foreseen: Foreseen | None
 
 
-class Rows(NamedTuple):
+class RunRows(NamedTuple):
     """The packed rows, and the names of the documents that are trained."""
 
     train: Any
@@ -163,10 +156,11 @@ def main(argv: list[str] | None = None) -> None:
         counted["eval"] = counts(rows.eval)
     batches = make_batches(asked, checked, rows)
     references, run = define_run(asked, checked, rows, batches)
-    if folder.foreseen:
+    if folder.foreseen:  # the plan is shown late, since its seconds depend on documents' lengths
         folder.foreseen.show(rows.train, rows.seen[0] if rows.seen else None)
     rows = load_others(asked, checked, rows, references)
     trainer, record = load(asked, checked, rows, batches, references, run, counted)
+    # An earlier run's files stay until all that may fail before the first step has not failed.
     if asked.train.process_index == 0:
         clear_output_dir(folder.path, asked.resume)
     evaluated = train(asked, rows, folder, trainer, record)
@@ -176,8 +170,8 @@ def main(argv: list[str] | None = None) -> None:
     asked.engine.shutdown(asked.train)
 
 
-def read_options(argv: list[str] | None) -> Asked:
-    """Flags and recipe, checked together, and the engine they ask for."""
+def read_options(argv: list[str] | None) -> Requested:
+    """Returns flags and recipe, checked together, and the engine they ask for."""
     model_args, data_args, args, engine = parse_args(argv, default_recipe=QUICKSTART)
     task = make_task(args)
     sources = check_sources(data_args, task.rows)
@@ -185,11 +179,11 @@ def read_options(argv: list[str] | None) -> Asked:
     resume = resolve_resume(args)
     check_resume(engine, args, resume)
     check_request(model_args, args.device)
-    return Asked(argv, model_args, data_args, args, engine, task, sources, resume)
+    return Requested(argv, model_args, data_args, args, engine, task, sources, resume)
 
 
-def check_models(asked: Asked) -> Checked:
-    """Tokenizer and configurations: cheap, so a mismatch shows before any heavy work."""
+def check_models(asked: Requested) -> Checked:
+    """Checks tokenizer and configurations: cheap, so a mismatch shows before any heavy work."""
     model_args, data_args, args = asked.options
     with args.main_process_first(desc="tokenizer"):
         if model_args.model_name_or_path:
@@ -213,8 +207,9 @@ def check_models(asked: Asked) -> Checked:
     return Checked(tokenizer, config, teacher, eyes)
 
 
-def open_folder(asked: Asked, checked: Checked) -> Folder:
-    """The output folder is this run's, has room on its disk, and the run fits in memory."""
+def open_folder(asked: Requested, checked: Checked) -> Folder:
+    """Makes sure that the output folder is this run's and has room on its disk, and that the run
+    fits in memory."""
     model_args, _, args = asked.options
     path = open_output_dir(args)
     lock = lock_folder(path) if args.process_index == 0 else None
@@ -226,8 +221,8 @@ def open_folder(asked: Asked, checked: Checked) -> Folder:
     return Folder(path, lock, foreseen)
 
 
-def make_rows(asked: Asked, checked: Checked) -> Rows:
-    """Documents -> tokens -> packed rows of seq_len, or of one document each."""
+def make_rows(asked: Requested, checked: Checked) -> RunRows:
+    """Makes packed rows of seq_len, or rows of one document each, of documents and their tokens."""
     (model_args, data_args, args), task, config = asked.options, asked.task, checked.config
     eyes = checked.eyes
     one_document = needs_one_document(model_args, args, config, text=task.rows == "text")
@@ -236,16 +231,18 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
         return build_dataset(
             data_args,
             checked.tokenizer,
-            files=files,
-            seq_len=model_args.seq_len,
-            vocab_size=config.get_text_config().vocab_size,
-            seed=args.seed,
-            rows=task.rows,
-            mismatched=task.mismatched,
-            one_document=one_document,
-            **of_evaluation,
-            sight=None if eyes is None else eyes.sight(),
-            config=config,
+            RowOptions(
+                files=files,
+                seq_len=model_args.seq_len,
+                vocab_size=config.get_text_config().vocab_size,
+                seed=args.seed,
+                rows=task.rows,
+                mismatched=task.mismatched,
+                one_document=one_document,
+                **of_evaluation,
+                sight=None if eyes is None else eyes.sight(),
+                config=config,
+            ),
         )
 
     with args.main_process_first(desc="data"):
@@ -260,15 +257,15 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
     pictures = eyes and eyes.pictures
     if pictures is None:
         check_no_vision(model_args, data_args)
-        return Rows(train_rows, eval_rows, names)
+        return RunRows(train_rows, eval_rows, names)
     check_shared_rows(args, task, config)
     use_workers(args)
     counted = [SeenTokens.of(one, pictures) for one in (train_rows, eval_rows) if one is not None]
-    return Rows(train_rows, eval_rows, names, pictures, counted)
+    return RunRows(train_rows, eval_rows, names, pictures, counted)
 
 
-def keep_read(asked: Asked, rows: Rows, folder: Folder) -> None:
-    """Nothing that records name will be deleted."""
+def keep_read(asked: Requested, rows: RunRows, folder: Folder) -> None:
+    """Keeps the pictures that records name from being deleted with the folder."""
     data_args = asked.data
     if rows.pictures is not None:
         for files in (data_args.train_file, data_args.eval_file):
@@ -276,8 +273,8 @@ def keep_read(asked: Asked, rows: Rows, folder: Folder) -> None:
                 keep_pictures(folder.path, picture_files(data_args, files, asked.task.rows))
 
 
-def make_batches(asked: Asked, checked: Checked, rows: Rows) -> Batches:
-    """How batches are made of the rows: those with pictures get pixels."""
+def make_batches(asked: Requested, checked: Checked, rows: RunRows) -> Batches:
+    """Returns what makes batches of the rows; those with pictures get pixels."""
     (model_args, data_args, args), task = asked.options, asked.task
     sees = rows.pictures is not None
     collate = task.collator(model_args.class_type, alone=sees)
@@ -293,7 +290,7 @@ def make_batches(asked: Asked, checked: Checked, rows: Rows) -> Batches:
 
 
 def define_run(
-    asked: Asked, checked: Checked, rows: Rows, batches: Batches
+    asked: Requested, checked: Checked, rows: RunRows, batches: Batches
 ) -> tuple[References | None, RunDefinition]:
     """Returns what defines this run. Raises UserError if the checkpoint is of another one."""
     (model_args, data_args, args), teacher = asked.options, checked.teacher
@@ -321,9 +318,11 @@ def define_run(
     return references, run
 
 
-def load_others(asked: Asked, checked: Checked, rows: Rows, references: References | None) -> Rows:
-    """Other models that the task needs: a reference is loaded alone, gives the rows its numbers and
-    is gone before training; a teacher stays."""
+def load_others(
+    asked: Requested, checked: Checked, rows: RunRows, references: References | None
+) -> RunRows:
+    """Loads the other models that the task needs, and returns the rows with a reference's numbers.
+    A reference is loaded alone and is gone before training; a teacher stays."""
     if references and asked.train.reference:
         rows = rows._replace(**references.of_another_model(rows.given, asked.engine))
     if checked.teacher is not None:
@@ -332,18 +331,18 @@ def load_others(asked: Asked, checked: Checked, rows: Rows, references: Referenc
 
 
 def load(
-    asked: Asked,
+    asked: Requested,
     checked: Checked,
-    rows: Rows,
+    rows: RunRows,
     batches: Batches,
     references: References | None,
     run: RunDefinition,
     counted: dict[str, dict[str, int]],
 ) -> tuple[LongTrainer, Record]:
-    """The model, vanilla, liger or custom, whose random weights depend on the seed alone; its
-    trainer; and the record of the run."""
+    """Returns the model, vanilla, liger or custom, whose random weights depend on the seed alone;
+    its trainer; and the record of the run."""
     (model_args, _, args), engine, resumed = asked.options, asked.engine, asked.resume is not None
-    set_seed(args.seed)
+    set_seed(args.seed)  # data that is in the cache draws no numbers: the weights are the same then
     with explained_oom_of_weights(engine, model_args):
         sees = rows.pictures is not None
         model = load_model(model_args, checked.config, device=args.device, engine=engine, sees=sees)
@@ -381,7 +380,7 @@ def load(
 
 
 def train(
-    asked: Asked, rows: Rows, folder: Folder, trainer: LongTrainer, record: Record
+    asked: Requested, rows: RunRows, folder: Folder, trainer: LongTrainer, record: Record
 ) -> Mapping[str, float]:
     """Trains, and evaluates what was trained."""
     with explained_oom(trainer, asked.model), tracked_as(record["tracked_as"], trainer):
@@ -396,8 +395,8 @@ def train(
 
 
 def save(
-    asked: Asked,
-    rows: Rows,
+    asked: Requested,
+    rows: RunRows,
     folder: Folder,
     trainer: LongTrainer,
     record: Record,

@@ -1,5 +1,5 @@
 """Text becomes training rows: documents, tokens, packed rows of `seq_len`, cached.
 
-The folders stand on each other in the order reading, chat, pack, text; rows.py and stream.py call
-them all.
+The folders stand on each other in the order reading, chat, pack, text; packed_rows.py and
+streamed.py call them all.
 """

@@ -28,7 +28,8 @@ ENGINES: tuple[type[Engine], ...] = (DeepSpeed, FSDP2, Plain)
 
 
 def choose_engine(options: Any) -> Engine:
-    """The engine that the options (flags or TrainingArguments) or the environment ask for."""
+    """Returns the engine that the options (flags or TrainingArguments) or the environment ask
+    for."""
     return next(kind for kind in ENGINES if kind.requested(options))()
 
 

@@ -1,4 +1,4 @@
-"""Builds of DeepSpeed's C++ operators: one at a time, and a killed one stops nobody.
+"""Builds of DeepSpeed's C++ operators: one at a time, and a killed one stops no other.
 
 DeepSpeed compiles what it needs (CPU Adam, asynchronous I/O) on first use, through torch, which
 marks a build by a file that others wait for, silently and for ever if the builder was killed. So
@@ -51,7 +51,8 @@ def build_one_at_a_time() -> None:
 
 
 def extensions_folder(deepspeed_version: str) -> Path:
-    """Made if need be; inside TORCH_EXTENSIONS_DIR if that is set, else in torch's default."""
+    """Returns the folder of this version's builds, made if need be; inside TORCH_EXTENSIONS_DIR if
+    that is set, else in torch's default."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()).absolute()
     if root.name.startswith("longctx-torch"):  # a process that was started by one of ours
         root = root.parent

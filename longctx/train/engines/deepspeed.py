@@ -34,9 +34,11 @@ from longctx.packages import pip_install
 from longctx.system import installed
 from longctx.train.engines.builds import build_one_at_a_time
 from longctx.train.engines.gathered import gathered_bytes, layers_of
-from longctx.train.engines.layout import Layout, moments_bytes, zero_layout
+from longctx.train.engines.layout import Layout, moments_bytes
 from longctx.train.engines.protocol import Engine
-from longctx.train.options.config import TrainArguments, explained_options, means_no, read_settings
+from longctx.train.engines.zero_settings import zero_layout
+from longctx.train.options.config import TrainArguments, explained_options, read_settings
+from longctx.train.options.parser import means_no
 from longctx.train.options.shipped import find
 
 if TYPE_CHECKING:  # it imports datasets
@@ -201,8 +203,8 @@ class DeepSpeed(Engine):
         return groups._get_sequence_parallel_group()
 
     def pending_bytes(self, model: PreTrainedModel) -> Pending:
-        """DeepSpeed has made its masters; AdamW's moments come with the first update, ZeRO-1 and 2
-        still make gradients, ZeRO-3 gathers."""
+        """Returns the bytes that are still to be allocated. DeepSpeed has made its masters; AdamW's
+        moments come with the first update, ZeRO-1 and 2 still make gradients, ZeRO-3 gathers."""
         parameters = list(model.parameters())
         sharded = any(hasattr(p, "ds_id") for p in parameters)
         gathered = gathered_bytes(model) if sharded else 0
@@ -221,9 +223,9 @@ class DeepSpeed(Engine):
         )
 
     def resumed(self, trainer: Any) -> None:
-        """DeepSpeed's CPU Adam multiplies its bias corrections up in fp32, step by step, and after
-        loading takes a power instead, which has other last bits. So the steps up to the checkpoint
-        are repeated, on a single number (a million take seconds)."""
+        """Restores the bias corrections of DeepSpeed's CPU Adam, which multiplies them up in fp32,
+        step by step, and after loading takes a power instead, which has other last bits. So the
+        steps up to the checkpoint are repeated, on a single number (a million take seconds)."""
         self.makes_moments = False  # they were loaded
         optimizer = trainer.optimizer
         while not hasattr(optimizer, "ds_opt_adam"):
@@ -237,12 +239,13 @@ class DeepSpeed(Engine):
             optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 0.0, *options, *number)
 
     def checkpoint_copies(self, args: TrainArguments, dtype: torch.dtype) -> int:
-        """The model's weights as well; all states in fp32."""
+        """Returns the size of a checkpoint in copies of the weights, which it holds as well; all
+        states are in fp32."""
         return 1 + 3 * (2 if args.bf16 or args.fp16 else 1)
 
 
 def without_auto(settings: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's settings that have a value."""
+    """Returns DeepSpeed's settings that have a value."""
     return {
         key: without_auto(value) if isinstance(value, dict) else value
         for key, value in settings.items()

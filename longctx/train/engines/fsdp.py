@@ -28,9 +28,11 @@ from longctx.errors import UserError, shortened
 from longctx.loop.collectives import become_one_process, local_shard
 from longctx.memory.pending import Pending, pending_bytes
 from longctx.train.engines.gathered import gathered_bytes, trained_head_numel
-from longctx.train.engines.layout import Layout, fully_shard_layout, gathering_pending, is_true
+from longctx.train.engines.layout import Layout, fully_shard_layout, gathering_pending
 from longctx.train.engines.protocol import Engine
-from longctx.train.options.config import TrainArguments, means_no, read_settings
+from longctx.train.engines.zero_settings import is_true
+from longctx.train.options.config import TrainArguments, read_settings
+from longctx.train.options.parser import means_no
 
 if TYPE_CHECKING:  # it imports datasets
     from transformers import Trainer
@@ -70,7 +72,7 @@ class FSDP2(Engine):
         super().prepare(flags)
         become_one_process()
         if self._offloads:
-            # As accelerate's launcher does: what lies on the host is summed by gloo, beside NCCL.
+            # As accelerate's launcher does: what lies on the host is summed by gloo, next to NCCL.
             os.environ["ACCELERATE_USE_FSDP"] = os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
 
     def check_device(self, *, use_cpu: bool) -> None:
@@ -115,7 +117,8 @@ class FSDP2(Engine):
         return super().random_weights(device, nbytes)
 
     def reshard(self, model: Any) -> None:
-        """FSDP2 leaves the weights of the root and of lm_head gathered for a backward pass."""
+        """Frees the weights of the root and of lm_head, which FSDP2 leaves gathered for a backward
+        pass."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -129,9 +132,9 @@ class FSDP2(Engine):
         return found
 
     def configure(self, trainer: Trainer, args: TrainArguments) -> None:
-        """fp32 weights in shards, bf16 in compute, fp32 sums. accelerate's own policy would sum in
-        bf16 and round what goes into and comes out of each module, RoPE's frequencies and the loss
-        among them, to bf16."""
+        """Shards weights in fp32, computes in bf16 and sums in fp32. accelerate's own policy would
+        sum in bf16 and round what goes into and comes out of each module, RoPE's frequencies and
+        the loss among them, to bf16."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         from longctx.train.engines.scatter import GradientsTakeTurns
@@ -160,8 +163,8 @@ class FSDP2(Engine):
     def clip_grad_norm(
         self, accelerator: Accelerator, parameters: Iterable[Any], max_norm: float
     ) -> Tensor | None:
-        """One reduction over all processes, where torch would reduce each gradient's norm on its
-        own (0.6 s for 8B).
+        """Clips with one reduction over all processes, where torch would reduce each gradient's
+        norm on its own (0.6 s for 8B).
 
         On the CPU torch adds up the squares of a tensor in fp32, one after another: 9 % is missing
         from the norm of 128256 x 4096 elements. Here only a row is added up so, the rows in fp64.
@@ -194,11 +197,13 @@ class FSDP2(Engine):
         return f"{checkpoint} holds no {missing[0]} and cannot be resumed: start from another one"
 
     def checkpoint_copies(self, args: TrainArguments, dtype: torch.dtype) -> int:
-        """All three in fp32."""
+        """Returns the size of a checkpoint in copies of the weights: weights and both moments are
+        in fp32."""
         return 3 * (2 if args.bf16 or args.fp16 else 1)
 
     def whole_adapters(self, model: nn.Module) -> dict[str, Tensor]:
-        """On the mesh's device, where the exchange is: shards may lie on the host."""
+        """Gathers the adapters on the mesh's device, where the exchange is: shards may lie on the
+        host."""
         shards: dict[str, Any] = super().whole_adapters(model)
         return {
             name: shard.to(shard.device_mesh.device_type).full_tensor().cpu()

@@ -30,6 +30,7 @@ def layers_of(model: Any) -> Any:
 
 
 def trained_head_numel(model: PreTrainedModel) -> int:
-    """Elements of lm_head if it is trained; 0 for a model of rewards, which has none."""
+    """Returns the elements of lm_head if it is trained; 0 for a model of rewards, which has
+    none."""
     head = model.get_output_embeddings()
     return 0 if head is None or not head.weight.requires_grad else whole_numel(head.weight)

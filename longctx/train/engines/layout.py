@@ -28,9 +28,8 @@ Sources: DeepSpeed 0.19 (runtime/zero/stage3.py, partitioned_param_coordinator.p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from longctx.cost.fitted import (
     ENGINE_PROCESS_GIB,
@@ -40,13 +39,12 @@ from longctx.cost.fitted import (
     ZERO_UPDATE_BYTES,
 )
 from longctx.cost.sizes import Parameters
-from longctx.errors import UserError, shortened
 from longctx.memory.pending import Pending
 
 BF16, FP32 = 2, 4
 Buffers = dict[str, int]
-"""Name -> bytes."""
-LEAST_PINNED = 2**12
+"""Maps names of buffers to their bytes."""
+LEAST_PINNED = 2**12  # bytes: a page, the smallest block that is locked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +54,7 @@ class Layout:
     name: str
     processes: int = 1
     offloads: bool = False
-    """Everything between steps is on the host."""
+    """Whether everything between steps is on the host."""
     process_gib: float = ENGINE_PROCESS_GIB
     """Host memory of a process: Python, torch, CUDA and the engine."""
     update_bytes: int = ENGINE_UPDATE_BYTES
@@ -69,7 +67,7 @@ class Layout:
 
     @property
     def gradients_stand(self) -> bool:
-        """All of them are allocated from the beginning."""
+        """Whether all gradients are allocated from the beginning."""
         return False
 
     def standing(self, p: Parameters) -> Buffers:
@@ -81,7 +79,7 @@ class Layout:
         return p.total // self.processes
 
     def late(self, p: Parameters) -> int:
-        """Bytes of `standing` that the first update makes: AdamW's two moments."""
+        """Returns the bytes of `standing` that the first update makes: AdamW's two moments."""
         return 0 if self.states_on_host else moments_bytes(p.total, self.processes)
 
     def gradient(self, p: Parameters, numel: int) -> int:
@@ -89,77 +87,84 @@ class Layout:
         raise NotImplementedError
 
     def whole(self, numel: int) -> int:
-        """Bytes of so many gradients as backward makes them."""
+        """Returns the bytes of `numel` gradients as backward makes them."""
         return BF16 * numel
 
     def forward(self, p: Parameters) -> Buffers:
-        """Gathered while a layer's forward runs."""
+        """Returns what is gathered while a layer's forward runs."""
         return {}
 
     def loss(self, p: Parameters) -> Buffers:
         return {}
 
     def backward(self, p: Parameters, above: int) -> Buffers:
-        """While a layer's runs; `above` are the parameters of the block above."""
+        """Returns what is there while a layer's backward runs; `above` are the parameters of the
+        block above."""
         return {}
 
     def reducing(self, p: Parameters, numel: int) -> Buffers:
-        """While whole gradients of so many parameters, lm_head's or the embedding's, are summed."""
+        """Returns what is there while whole gradients of `numel` parameters, lm_head's or the
+        embedding's, are summed."""
         return {"whole gradients": BF16 * numel}
 
     def update(self, p: Parameters) -> Buffers:
         return {}
 
     def host(self, p: Parameters) -> int:
-        """Bytes of this rank on the host, for weights, gradients and states."""
+        """Returns the bytes of this rank on the host, for weights, gradients and states."""
         return 0
 
     def pending(self, p: Parameters) -> Pending:
-        """What the first step adds on the GPU, as a run counts it before: the ladder's room."""
+        """Returns the GPU bytes that the first step allocates beyond what is there when the search
+        for what layers keep runs."""
         raise NotImplementedError
 
     # --- seconds: bytes of one rank in a step --------------------------------------------------
 
     def gathers(self, p: Parameters, passes: int) -> int:
-        """Bytes that come from other ranks."""
+        """Returns the bytes that come from other ranks."""
         return 0
 
     def reduces(self, p: Parameters, passes: int) -> int:
-        """Bytes of gradients that go to other ranks."""
+        """Returns the bytes of gradients that go to other ranks."""
         return 0
 
     def moved(self, p: Parameters) -> int:
-        """Read and written on the GPU for gathering and summing, in a batch."""
+        """Returns the bytes that are read and written on the GPU for gathering and summing, in a
+        batch."""
         return 0
 
     def up(self, p: Parameters) -> int:
-        """Bytes over the link in forward: weights."""
+        """Returns the bytes over the link in forward: weights."""
         return 0
 
     def chain(self, p: Parameters) -> int:
-        """Bytes over the link in backward, one copy after the other."""
+        """Returns the bytes over the link in backward, one copy after the other."""
         return 0
 
     def waits(self, p: Parameters) -> float:
-        """Seconds of a backward in which the GPU has nothing to do, beyond what is exchanged."""
+        """Returns the seconds of a backward in which the GPU has nothing to do, beyond what is
+        exchanged."""
         return 0.0
 
 
 def gathering_pending(shards: Pending, gathered: int, head: int, stay: int = 0) -> Pending:
-    """FSDP2's, of shards in fp32. What is gathered comes on a stream of its own, whose memory the
-    computation cannot use when it is free again. lm_head's gradient (`head` parameters) is summed
-    in fp32, and copied for it. `stay` bytes are gathered in forward and wait for backward."""
+    """Returns what FSDP2 allocates late, with shards in fp32. What is gathered comes on a stream of
+    its own, whose memory the computation cannot use when it is free again. lm_head's gradient
+    (`head` parameters) is summed in fp32, and copied for it. `stay` bytes are gathered in forward
+    and wait for backward."""
     return shards._replace(states=shards.states + 2 * gathered + FP32 * head + stay)
 
 
 def moments_bytes(numel: int, processes: int) -> int:
-    """AdamW's two of a rank's shard, which torch makes in the first update."""
+    """Returns the bytes of AdamW's two moments of a rank's shard, which torch makes in the first
+    update."""
     return 2 * FP32 * (numel // processes)
 
 
 def gathered_bytes(layers: int, output: int, trained: int) -> int:
-    """In 16-bit words: `layers` of the layer that runs and the next one, lm_head's (`output`), and
-    its gradient's (`trained`, none if it is frozen)."""
+    """Returns the bytes of weights gathered in 16 bits: `layers` of the layer that runs and the
+    next one, lm_head's (`output`), and its gradient's (`trained`, none if it is frozen)."""
     return BF16 * (layers + output + trained)
 
 
@@ -203,7 +208,7 @@ class FullyShard(Layout):
         return self._gathered(p, p.layer)
 
     def loss(self, p: Parameters) -> Buffers:
-        """They stay until backward."""
+        """Returns what the loss gathers, which stays until backward."""
         return self._gathered(p, p.output)
 
     def backward(self, p: Parameters, above: int) -> Buffers:
@@ -220,7 +225,7 @@ class FullyShard(Layout):
         }
 
     def host(self, p: Parameters) -> int:
-        """Shards, gradients and states, pinned as they are."""
+        """Returns the bytes of shards, gradients and states, which are pinned as they are."""
         states = 4 * FP32 * p.total // self.processes
         return states + frozen_bytes(p, self.processes) if self.offloads else 0
 
@@ -239,15 +244,16 @@ class FullyShard(Layout):
         return passes * FP32 * p.total * (self.processes - 1) // self.processes
 
     def moved(self, p: Parameters) -> int:
-        """A shard is read in fp32 (a frozen one in bf16) and written in bf16; what was gathered is
-        read and written; whole gradients are read in bf16, written and summed in fp32."""
+        """Counts a shard as read in fp32 (a frozen one in bf16) and written in bf16; what was
+        gathered is read and written; whole gradients are read in bf16, written and summed in
+        fp32."""
         stored = BF16 if p.adapters else FP32
         gathered = (stored + BF16) / self.processes + BF16 + 2 * BF16
         summed = BF16 + 2 * FP32 + FP32 / self.processes
         return int(p.words * 2 * gathered + p.total * summed)
 
     def up(self, p: Parameters) -> int:
-        """fp32 shards, cast on the GPU, and frozen ones."""
+        """Returns the bytes of fp32 shards, cast on the GPU, and of frozen ones."""
         return self._weights(p) if self.offloads else 0
 
     def chain(self, p: Parameters) -> int:
@@ -256,14 +262,14 @@ class FullyShard(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class Zero(Layout):
-    """DeepSpeed's, of any stage."""
+    """The layout of DeepSpeed's ZeRO, of any stage."""
 
     name: str = "ZeRO"
     process_gib: float = ZERO_PROCESS_GIB
     update_bytes: int = ZERO_UPDATE_BYTES
     stage: int = 3
     accumulates: bool = False
-    """Gradients add up in fp32 over several batches."""
+    """Whether gradients add up in fp32 over several batches."""
     reduce_bucket: int | None = None
     """Elements of a bucket; None ("auto"): D^2."""
     max_live: int = 1_000_000_000
@@ -281,7 +287,7 @@ class Zero(Layout):
 
     @property
     def _summed_bytes(self) -> int:
-        """Gradients of several ranks are summed in fp32."""
+        """Returns the bytes of a number while gradients are summed: fp32 among several ranks."""
         return FP32 if self.processes > 1 else BF16
 
     def _bucket(self, p: Parameters) -> int:
@@ -330,7 +336,8 @@ class Zero(Layout):
         return self._gathered(p, 3 * p.layer)
 
     def reducing(self, p: Parameters, numel: int) -> Buffers:
-        """One rank that offloads takes them up again to make them fp32."""
+        """Returns the whole gradients. One rank that offloads takes them up again to make them
+        fp32."""
         if self.processes > 1:
             sums = FP32 * numel + self._grad_bytes(p) * numel // self.processes
         else:
@@ -381,8 +388,8 @@ class Zero(Layout):
         return times * ring * FP32 * p.total * (self.processes - 1) // self.processes
 
     def moved(self, p: Parameters) -> int:
-        """Gathered weights are read and written once more (torch.cat); gradients are read in bf16,
-        written, copied and summed in fp32."""
+        """Counts gathered weights as read and written once more (torch.cat); gradients are read in
+        bf16, written, copied and summed in fp32."""
         if self.processes == 1:
             return 0
         gathered = 2 * 3 * BF16 if self.stage == 3 else 0
@@ -405,12 +412,13 @@ class Zero(Layout):
 
 
 def _pinned(nbytes: int) -> int:
-    """A block of torch's pinned memory."""
+    """Returns the size of the block of torch's pinned memory that holds `nbytes`."""
     return 1 << (max(nbytes, LEAST_PINNED) - 1).bit_length()
 
 
 def _sub_groups(numels: Iterable[int], size: int) -> list[int]:
-    """DeepSpeed's: whole parameters, until there are `size` elements or more."""
+    """Returns the sizes of DeepSpeed's sub-groups: whole parameters, until there are `size`
+    elements or more."""
     groups, numel = [], 0
     for one in numels:
         numel += one
@@ -418,85 +426,6 @@ def _sub_groups(numels: Iterable[int], size: int) -> list[int]:
             groups.append(numel)
             numel = 0
     return [*groups, numel] if numel else groups
-
-
-MOST_ELEMENTS = 10**15
-"""Largest bucket or group: the bytes of a larger one would overflow 64 bits."""
-
-
-def _object(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The settings under a key, or none. Raises UserError."""
-    found = settings.get(key)
-    if found is None:
-        return {}
-    if not isinstance(found, Mapping):
-        raise UserError(f"--deepspeed: {key} must be an object {{...}}, got {_shown(found)}")
-    return found
-
-
-def _elements(zero: Mapping[str, Any], key: str, default: int | None) -> Any:
-    """A number of elements, or the default where DeepSpeed is to find one. Raises UserError."""
-    found = zero.get(key, "auto")
-    if found == "auto":
-        return default
-    if type(found) not in (int, float) or not 0 <= found <= MOST_ELEMENTS:
-        raise UserError(
-            f"--deepspeed: {key} must be a number from 0 to {MOST_ELEMENTS:.0e}, or "
-            f'"auto", got {_shown(found)}'
-        )
-    return int(found)
-
-
-def is_true(option: str, settings: Mapping[str, Any], key: str) -> bool:
-    """What a file says under a key, false without it. Raises UserError for what is neither true nor
-    false: libraries take the word "false" for true."""
-    found = settings.get(key)
-    if found is not None and not isinstance(found, bool):
-        raise UserError(f"--{option}: {key} must be true or false, got {_shown(found)}")
-    return bool(found)
-
-
-def _shown(value: Any) -> str:
-    return shortened(repr(value), 40)
-
-
-def zero_layout(settings: Mapping[str, Any], processes: int, passes: int) -> Zero:
-    """Of DeepSpeed's settings. Raises UserError for stages and places that no plan knows, and for
-    values of the wrong kind."""
-    zero = _object(settings, "zero_optimization")
-    stage = zero.get("stage", 0)
-    if type(stage) is not int or stage not in (1, 2, 3):
-        raise UserError(
-            f"--deepspeed: ZeRO stage {_shown(stage)} is not known to the plan: 1, 2 or 3"
-        )
-    for key in zero:
-        if key.endswith("_bucket_size"):  # also of those that change no byte: a run would refuse it
-            _elements(zero, key, None)
-    offload = {part: _object(zero, f"offload_{part}") for part in ("param", "optimizer")}
-    places = {part: found.get("device") or "none" for part, found in offload.items()}
-    for place in places.values():
-        if place not in ("none", "cpu"):
-            shown = place if isinstance(place, str) else _shown(place)
-            raise UserError(
-                f"--deepspeed: offload to {shown} is not known to the plan: cpu, or none"
-            )
-
-    offloads = [word for word, place in places.items() if place == "cpu"]
-    suffix = " with CPU offload" if len(offloads) == 2 else ""
-    if len(offloads) == 1:
-        suffix = f" with the {'weights' if offloads == ['param'] else 'optimizer'} on the CPU"
-    return Zero(
-        name=f"ZeRO-{stage}{suffix}",
-        processes=processes,
-        stage=stage,
-        accumulates=passes > 1,
-        reduce_bucket=_elements(zero, "reduce_bucket_size", None),
-        max_live=_elements(zero, "stage3_max_live_parameters", 1_000_000_000),
-        sub_group=_elements(zero, "sub_group_size", 1_000_000_000),
-        offloads_weights=places["param"] == "cpu",
-        offloads_states=places["optimizer"] == "cpu",
-        pins=is_true("deepspeed", offload["optimizer"], "pin_memory"),
-    )
 
 
 def fully_shard_layout(offloads: bool, processes: int, *, reshards: bool = True) -> FullyShard:

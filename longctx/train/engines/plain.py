@@ -34,7 +34,7 @@ class Plain(Engine):
         return True
 
     def random_weights(self, device: torch.device, nbytes: int) -> AbstractContextManager[Any]:
-        """In host memory if they do not fit the device, where they may not stay."""
+        """Allocates random weights on the device if they fit, else in host memory."""
         fits = device.type != "cuda" or nbytes <= free_gpu_bytes(device)
         return torch.device(device if fits else "cpu")
 
@@ -64,7 +64,8 @@ class Plain(Engine):
         )
 
     def checkpoint_copies(self, args: TrainArguments, dtype: torch.dtype) -> int:
-        """12 bytes for 2 of bf16 where states are exact."""
+        """Returns the size of a checkpoint in copies of the weights: 12 bytes for 2 of bf16 if
+        states are exact."""
         exact = dtype == torch.bfloat16 and args.optimizer_states != "as_weights"
         return 6 if exact else super().checkpoint_copies(args, dtype)
 

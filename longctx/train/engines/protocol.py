@@ -33,16 +33,16 @@ from longctx.errors import UserError
 from longctx.loop.collectives import destroy_process_group
 from longctx.memory.pending import Pending, pending_bytes
 from longctx.train.engines.layout import Layout
-from longctx.train.engines.rows import asked_parallelism, share_rows
+from longctx.train.engines.row_sharing import asked_parallelism, share_rows
 from longctx.train.options.config import TrainArguments
-from longctx.train.options.limits import given
+from longctx.train.options.limits import non_defaults
 
 if TYPE_CHECKING:  # it imports datasets
     from transformers import Trainer
 
 
 class Engine(ABC):
-    """How weights, gradients and optimizer states are laid out over processes and memory."""
+    """Lays out weights, gradients and optimizer states over processes and memory."""
 
     name: ClassVar[str]
     shards_states: ClassVar[bool] = True
@@ -56,7 +56,7 @@ class Engine(ABC):
     shares_rows: ClassVar[bool] = False
     """Several processes may share each row."""
     hooks_layers: ClassVar[bool] = True
-    """It runs hooks around layers, which gather weights."""
+    """Whether it runs hooks around layers, which gather weights."""
     maps_optimizer: ClassVar[bool] = False
     """A checkpoint's optimizer is read by `torch.load`, which may map the file."""
     adapters: bool = False
@@ -73,7 +73,7 @@ class Engine(ABC):
         return None
 
     def layout(self, processes: int, passes: int) -> Layout | None:
-        """Where it keeps a model's bytes, by what it read; None where longctx's own optimizer
+        """Returns where it keeps a model's bytes, by what it read; None if longctx's own optimizer
         decides. Raises UserError for what no plan knows."""
         return None
 
@@ -109,7 +109,7 @@ class Engine(ABC):
     def check_options(self, args: TrainArguments) -> None:
         """Raises UserError for options of longctx's own optimizer, where that is not this one's."""
         ours = ("optimizer_states", "place", "gpu_memory_gib", "plan", "save_fp32")
-        if not self.exact_states and (asked := [f"--{n}" for n in ours if n in given(args)]):
+        if not self.exact_states and (asked := [f"--{n}" for n in ours if n in non_defaults(args)]):
             raise UserError(
                 f"{', '.join(asked)}: {self.name} keeps fp32 states itself and decides where: "
                 "leave it out, or run without an engine"
@@ -167,7 +167,7 @@ class Engine(ABC):
         return False
 
     def random_weights(self, device: torch.device, nbytes: int) -> AbstractContextManager[Any]:
-        """Returns the context in which a preset's weights, of so many bytes, are made."""
+        """Returns the context in which a preset's weights are made, given their bytes."""
         return torch.device(device)
 
     @property
@@ -197,13 +197,13 @@ class Engine(ABC):
         trainer.accelerator._prepare_cp = lambda *prepared: prepared
 
     def row_group(self, accelerator: Accelerator) -> Any | None:
-        """The process group of those that share each row with this one: accelerate's for context
-        parallelism."""
+        """Returns the process group of those that share each row with this one: accelerate's for
+        context parallelism."""
         mesh, shared = accelerator.torch_device_mesh, accelerator.parallelism_config
         return mesh["cp"].get_group() if shared and shared.cp_enabled else None
 
     def cut_group(self, accelerator: Accelerator) -> Any | None:
-        """The group of those that share rows which accelerate has cut for them."""
+        """Returns the group of those that share rows which accelerate has cut for them."""
         return None
 
     def clip_grad_norm(
@@ -224,7 +224,8 @@ class Engine(ABC):
         """Whether this engine wrote the checkpoint."""
 
     def resume_problem(self, checkpoint: Path, args: TrainArguments) -> str | None:
-        """Why this run cannot resume from the engine's own checkpoint, and what to do instead."""
+        """Returns why this run cannot resume from the engine's own checkpoint, and what to do
+        instead."""
         return None
 
     def resumed(self, trainer: Any) -> None:
@@ -232,8 +233,8 @@ class Engine(ABC):
         return None
 
     def checkpoint_copies(self, args: TrainArguments, dtype: torch.dtype) -> int:
-        """Size of a checkpoint in copies of the model's weights, of `dtype`: themselves and Adam's
-        moments."""
+        """Returns the size of a checkpoint in copies of the model's weights, of `dtype`: themselves
+        and Adam's moments."""
         return 3
 
     def whole_adapters(self, model: nn.Module) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """Where FSDP2 puts the gradients that it scatters.
 
 By default they lie in memory of the stream that scatters. torch's allocator lends none of it to
-another stream, so that they would take nobody's place and leave it to nobody: 16 GiB a GPU of
-Llama-3.1-8B on two, in which activations could be kept from forward to backward.
+another stream, so that they would take no other tensor's place and leave theirs to none: 16 GiB a
+GPU of Llama-3.1-8B on two, in which activations could be kept from forward to backward.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ScatterFromCompute(DefaultReduceScatter):
         self._compute: Any = torch.cuda.current_stream(device) if on_gpu else None
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Called on the stream that will write: it waits for all computation so far, so that what
-        was there is not read any more."""
+        """Allocates on the stream that will write: it waits for all computation so far, so that
+        what was there is not read any more."""
         if self._compute is None:
             return super().allocate(size, dtype=dtype, device=device)
         with torch.cuda.stream(self._compute):

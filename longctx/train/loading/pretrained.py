@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,8 @@ from longctx.noise import hidden_report
 from longctx.packages import pip_install
 from longctx.system import expanded, installed
 from longctx.train.loading import quantised
-from longctx.train.loading.sizes import check_raw_sizes, check_sizes, experts_of
-from longctx.train.loading.weights import (
+from longctx.train.loading.config_sizes import check_raw_sizes, check_sizes, experts_of
+from longctx.train.loading.weight_files import (
     REWARD_HEAD,
     WEIGHTS,
     check_files,
@@ -38,13 +40,13 @@ from longctx.train.loading.weights import (
 )
 from longctx.train.options.source import ModelSource
 from longctx.train.safety.checksum import checksums
-from longctx.train.safety.files import refuse_odd, refuse_run
+from longctx.train.safety.strange_files import refuse_odd, refuse_run
 
 
 def read_config(source: ModelSource, *, makes_dense: bool = True) -> PretrainedConfig:
-    """The configuration of a pretrained model, without what its author chose for other machines.
-    `makes_dense` is its engine's answer (train/engines/protocol.py). Raises UserError for one that
-    is unreadable, or of a model that cannot be trained."""
+    """Returns the configuration of a pretrained model, without what its author chose for other
+    machines. `makes_dense` is its engine's answer (train/engines/protocol.py). Raises UserError for
+    one that is unreadable, or of a model that cannot be trained."""
     name, where = _pretrained(source)
     try:
         adapter = find_adapter_config_file(name)
@@ -55,7 +57,7 @@ def read_config(source: ModelSource, *, makes_dense: bool = True) -> PretrainedC
         raise
     except Exception as error:  # a file's values raise as many types as there are checks
         raise unreadable(source, error, "its config.json: ") from error
-    if adapter:  # transformers would put it into the model, whoever's that is
+    if adapter:  # transformers would put it into the model, whatever model it is of
         raise _is_adapter(source, Path(adapter).name)
     _check_values(source, config)
     if "gguf_file" not in where:
@@ -108,7 +110,7 @@ def read_model(
     head_follows: bool = False,
     **more: Any,
 ) -> Any:
-    """The model with the weights of its files, all of them; `dtype` may be "auto", the files' own.
+    """Returns the model with all weights of its files; `dtype` may be "auto", the files' own.
     Says if a model of rewards starts with a random head, unless an adapter's takes its place
     (`head_follows`). Raises UserError where a weight is missing or damaged."""
     name, where = _pretrained(source)
@@ -116,7 +118,7 @@ def read_model(
     packed = quantised.packed_as(of_files)
     if packed:
         config, more = of_files, more | quantised.made_dense(packed)
-    try:
+    with _explained(source):
         files = _weight_files(name, where)
         tensors = check_files(files, packed=holds_nf4(config) or packed is not None)
         refuse_without_experts(str(source.name), tensors, experts_of(config))
@@ -134,15 +136,6 @@ def read_model(
                 **where,
                 **more,
             )
-    except (torch.OutOfMemoryError, UserError):
-        raise
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{source.name} holds a file that is damaged or would run code when "
-            "read; nothing of it was run"
-        ) from error
-    except Exception as error:  # a file's values raise as many types as there are
-        raise unreadable(source, error) from error
     model, found = loaded
     if is_classifier(config) and REWARD_HEAD in found["missing_keys"]:
         found["missing_keys"] -= {REWARD_HEAD}
@@ -160,6 +153,22 @@ def read_model(
     return model
 
 
+@contextmanager
+def _explained(source: ModelSource) -> Iterator[None]:
+    """Turns what reading a model's files raises into a UserError."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, UserError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{source.name} holds a file that is damaged or would run code when "
+            "read; nothing of it was run"
+        ) from error
+    except Exception as error:  # a file's values raise as many types as there are
+        raise unreadable(source, error) from error
+
+
 def made_dense(source: ModelSource, config: PretrainedConfig) -> str | None:
     """Returns MXFP4 or FP8 where the weights of `config`'s files are made dense while they are
     read, of which the configuration itself says nothing; None for all others, and for files that
@@ -173,8 +182,8 @@ def made_dense(source: ModelSource, config: PretrainedConfig) -> str | None:
 
 
 def _generation(source: ModelSource, config: PretrainedConfig) -> GenerationConfig | None:
-    """None: transformers reads the model's own. Where it refuses to, training need not: a new one
-    takes its place, and it is said."""
+    """Returns the configuration of generation; None if transformers can read the model's own. If it
+    refuses to, training need not: a new one takes its place, and the run says so."""
     name, where = _pretrained(source)
     if "gguf_file" in where:
         return None
@@ -230,8 +239,8 @@ def _pretrained(source: ModelSource) -> tuple[str, dict[str, Any]]:
 
 
 def _weight_files(name: str, where: dict[str, Any]) -> list[Path]:
-    """The files that `from_pretrained` reads with these arguments; of a GGUF file none, whose
-    integers are weights that it says how to compute."""
+    """Returns the files that `from_pretrained` reads with these arguments; of a GGUF file none,
+    whose integers are weights that it says how to compute."""
     if "gguf_file" in where:
         return []
     return weight_files(Path(name)) if os.path.isdir(name) else fetched_files(name)
@@ -247,9 +256,9 @@ def forget_packed(model: Any) -> None:
 
 
 def weights_identity(source: ModelSource, config: PretrainedConfig) -> str | None:
-    """What tells a model's weights from others of the same configuration: the checksum of all its
-    files of weights, or a hub model's commit. None for a preset, whose seed decides them, and for a
-    hub model without a commit.
+    """Returns what tells a model's weights from others of the same configuration: the checksum of
+    all its files of weights, or a hub model's commit. None for a preset, whose seed decides them,
+    and for a hub model without a commit.
 
     Files are read once, which their loading then need not: 13 GB/s a thread from memory. The same
     weights cut into other files are others. Raises UserError for files that cannot be read.

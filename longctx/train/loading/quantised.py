@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 
 from longctx.errors import UserError, print_rank0
 from longctx.families.vision import PREFIXES
-from longctx.train.loading.weights import holds_nf4, quantization
+from longctx.train.loading.weight_files import holds_nf4, quantization
 from longctx.train.options.source import ModelSource
 
 _IN_MXFP4 = {"gpt_oss"}
@@ -64,7 +64,8 @@ def check(source: ModelSource, config: Any, *, makes_dense: bool = True) -> None
 
 
 def _check_kept(source: ModelSource, config: Any) -> None:
-    """The same of a checkpoint that is not made dense."""
+    """Raises UserError for a checkpoint that is not made dense and that cannot be read or
+    trained."""
     if holds_nf4(config) and config.model_type not in PREFIXES:
         if source.in_nf4:
             return

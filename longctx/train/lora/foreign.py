@@ -1,4 +1,4 @@
-"""A PEFT adapter that somebody else made, checked before the weights of its model are read.
+"""A PEFT adapter of unknown origin, checked before the weights of its model are read.
 
 read_adapter    adapter_config.json: LoRA, and nothing whose merged model would be another one
 check_resumed   the same of a checkpoint of adapters, whose run knows its own
@@ -34,8 +34,8 @@ from longctx.train.lora.renamed import (
     unfoldable,
 )
 from longctx.train.output.manifest import Damaged, check_files, read_manifest
-from longctx.train.safety.files import read_json, refuse_odd, tensor_problem
 from longctx.train.safety.processes import Unbounded, in_child
+from longctx.train.safety.strange_files import read_json, refuse_odd, tensor_problem
 
 CONFIG, SAFE, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 REHEARSE_S, REHEARSE_BYTES = 60.0, 2 << 30
@@ -50,8 +50,8 @@ _MERGED_AS_THEY_ARE = {
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
     *("ensure_weight_tying", "megatron_core"),
 }
-"""What a LoRA's configuration may say and merging takes into account. Anything else would make
-other layers (layer_replication), import a module (megatron_config), or belong to a variant that no
+"""Keys of a LoRA's configuration that merging takes into account. Anything else would make other
+layers (layer_replication), import a module (megatron_config), or belong to a variant that no
 weights hold (aLoRA, Arrow)."""
 _INITIAL = re.compile(
     r"gaussian|orthogonal|eva|olora|corda|loftq|lora_ga|pissa(_niter_\d{1,2})?", re.ASCII
@@ -59,8 +59,8 @@ _INITIAL = re.compile(
 
 
 def read_adapter(folder: Path) -> dict[str, Any]:
-    """Its configuration. Raises UserError for a folder that holds no LoRA adapter, and for one that
-    is damaged or cannot be merged."""
+    """Returns the configuration of an adapter. Raises UserError for a folder that holds no LoRA
+    adapter, and for one that is damaged or cannot be merged."""
     if not os.path.isfile(folder / CONFIG):
         raise UserError(f"{folder} holds no adapter ({CONFIG}): give a run's final/")
     refuse_odd(folder)
@@ -83,7 +83,7 @@ def read_adapter(folder: Path) -> dict[str, Any]:
 
 
 def base_of_run(folder: Path) -> str | None:
-    """What the run that made the adapter recorded of its base's weights
+    """Returns what the run that made the adapter recorded of its base's weights
     (train/output/definition.py)."""
     manifest = read_manifest(folder)
     base = (manifest and manifest["run"] or {}).get("base")
@@ -180,7 +180,7 @@ def _rehearse(folder: Path, config: PretrainedConfig) -> tuple[int, dict[str, st
 
 
 _BEFORE_5 = "merge it with the transformers 4 and the PEFT that made it (merge_and_unload)"
-"""What to do with adapters of single experts that PEFT does not fold."""
+"""The way out for adapters of single experts that PEFT does not fold."""
 
 
 def _rows(found: Shapes, model: Any) -> list[int]:
@@ -213,7 +213,8 @@ def _lost_rows(held: Sequence[int], own: int, lora: Any, rows: int) -> str | Non
 
 def check_resumed(checkpoint: Path, adapted: Any) -> None:
     """Raises UserError for a checkpoint whose adapter is not that of the run: PEFT would leave what
-    is missing at its random beginning, and read adapters of folders within, whoever's they are."""
+    is missing at its random beginning, and read adapters of folders within, whatever adapters they
+    are."""
     import peft
     import torch
 
@@ -237,8 +238,8 @@ def check_resumed(checkpoint: Path, adapted: Any) -> None:
 
 
 def _misfit(found: Shapes, needed: Shapes, known: Shapes) -> str | None:
-    """What of an adapter's tensors has no place, or which place no tensor, in a few words; `known`
-    are the places that may have one."""
+    """Returns as a short reason which of an adapter's tensors has no place, or which place no
+    tensor; `known` are the places that may have one."""
     for names, what in (
         (needed.keys() - found.keys(), "its file lacks"),
         (found.keys() - known.keys(), "no module of the model takes"),
@@ -250,7 +251,7 @@ def _misfit(found: Shapes, needed: Shapes, known: Shapes) -> str | None:
 
 
 def _tensors(folder: Path) -> Shapes:
-    """Names and shapes of the adapter's tensors. Raises UserError."""
+    """Returns names and shapes of the adapter's tensors. Raises UserError."""
     import torch
     from safetensors import safe_open
 

@@ -31,8 +31,8 @@ from longctx.packages import pip_install
 from longctx.system import expanded, installed
 from longctx.train.data.text.tokenizer import largest_id, read_tokenizer
 from longctx.train.loading.pretrained import read_config, read_model, weights_identity
-from longctx.train.loading.stopping import add_ends, ids_of, name_ends
-from longctx.train.loading.weights import forget_tie
+from longctx.train.loading.stop_tokens import add_ends, ids_of, name_ends
+from longctx.train.loading.weight_files import forget_tie
 from longctx.train.lora.foreign import base_of_run, check_fits, read_adapter
 from longctx.train.lora.quantise import round_to_nf4_
 from longctx.train.options.source import ModelSource
@@ -145,8 +145,8 @@ def _check_base(adapter: Path, base: ModelSource, config: Any) -> None:
 
 
 def _check_tokens(adapter: Path, tokenizer: Any, base: ModelSource, rows: int) -> None:
-    """Raises UserError for a tokenizer beside the adapter with a token that its run added and whose
-    row is in no file. Some models' own tokenizers have tokens without a row."""
+    """Raises UserError for a tokenizer of the adapter's folder with a token that its run added and
+    whose row is in no file. Some models' own tokenizers have tokens without a row."""
     if tokenizer is None or (most := largest_id(tokenizer)) < rows:
         return
     with suppress(UserError):  # a model without a tokenizer
@@ -206,7 +206,7 @@ def _layers(adapted: Any) -> list[Any]:
 
 
 def _part_ends(adapted: Any, embedding: Any, head: Any) -> None:
-    """Two ends that share a weight get one each where an adapter changes one of them alone."""
+    """Gives two ends that share a weight one each if an adapter changes one of them alone."""
     from peft.tuners.lora import LoraLayer
 
     changed = [x.get_base_layer() for x in _layers(adapted) if isinstance(x, LoraLayer)]
@@ -219,7 +219,7 @@ def _part_ends(adapted: Any, embedding: Any, head: Any) -> None:
 
 @torch.no_grad()
 def _add_in_fp32(layer: Any) -> None:
-    """W + s B A as PEFT computes it, with one rounding instead of two."""
+    """Adds s B A to W as PEFT does, with one rounding instead of two."""
     weights = list(layer.get_base_layer().parameters(recurse=False))
     dtypes = [weight.dtype for weight in weights]
     for weight in weights:
@@ -234,7 +234,8 @@ _TRAINED = ("rope_parameters", "max_position_embeddings")
 
 
 def _config(adapter: Path, base: ModelSource) -> Any:
-    """The model's, with the RoPE and the end tokens that the adapter was trained with."""
+    """Returns the model's configuration, with the RoPE and the end tokens that the adapter was
+    trained with."""
     config = read_config(base)
     if not os.path.isfile(adapter / "config.json"):
         return config
@@ -256,7 +257,7 @@ def _config(adapter: Path, base: ModelSource) -> Any:
 
 
 def _tokenizer(adapter: Path) -> Any:
-    """Reads the tokenizer that a run saved beside its adapter; None where it saved none."""
+    """Reads the tokenizer that a run saved next to its adapter; None if it saved none."""
     if not os.path.isfile(adapter / "tokenizer_config.json"):
         return None
     return read_tokenizer(str(adapter), remedy="remove its tokenizer's files, or get them again")

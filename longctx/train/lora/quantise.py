@@ -25,7 +25,7 @@ from longctx.families.matrices import linears, matrices, stack_names, stacks
 from longctx.memory.store import free_gpu_bytes
 from longctx.packages import pip_install
 from longctx.system import installed
-from longctx.train.loading.weights import holds_nf4, quantization
+from longctx.train.loading.weight_files import holds_nf4, quantization
 from longctx.train.lora.nf4 import in_nf4, move_, move_codes_, shape_in_nf4
 from longctx.train.options.config import ModelArguments
 
@@ -59,7 +59,7 @@ def check_experts(args: ModelArguments, config: PretrainedConfig) -> None:
 
 
 class Packed(NamedTuple):
-    """What a model in 4 bits takes while it is read."""
+    """Bytes that a model in 4 bits takes while it is read."""
 
     nbytes: int
     """Bytes of all its weights and their scales."""
@@ -78,7 +78,7 @@ def packed_bytes(shapes: nn.Module) -> Packed:
 
 
 def waits_on_host(packed: Packed, gpu_bytes: int) -> bool:
-    """Whether weights wait on the host when they are packed: a GPU with so many free bytes does not
+    """Whether weights wait on the host when they are packed: a GPU with `gpu_bytes` free does not
     hold all of them and, of the largest, three dense copies (quantised_reading.py)."""
     return packed.nbytes + 3 * packed.largest > gpu_bytes
 
@@ -181,7 +181,7 @@ def round_to_nf4_(layers: nn.Module) -> None:
 
 
 def quantise_shapes_(model: Any) -> None:
-    """The same of a model without storage, for arithmetic: bytes, scales, and no bitsandbytes. A
+    """Quantises a model without storage, for arithmetic: bytes, scales, and no bitsandbytes. A
     checkpoint that is in 4 bits says whether its scales are, too, and which maps are not."""
     found = quantization(model.config)
     double = not found or found.get("bnb_4bit_use_double_quant", False)

@@ -53,9 +53,9 @@ def of_single_experts(found: Iterable[str]) -> list[str]:
 
 
 def unfoldable(config: Any, experts: Iterable[str]) -> str | None:
-    """Says why adapters of single experts cannot be folded into one, in a few words; None where
-    they can. PEFT gives the folded one rank 2 r and alpha 2 a for gate and up, so that a / r stays,
-    and a / sqrt(r) does not; it looks at no pattern of the configuration."""
+    """Returns as a short reason why adapters of single experts cannot be folded into one; None
+    where they can. PEFT gives the folded one rank 2 r and alpha 2 a for gate and up, so that a / r
+    stays, and a / sqrt(r) does not; it looks at no pattern of the configuration."""
     if config.use_rslora:
         return "rsLoRA's scale is another one when the adapters of single experts are folded"
     for name in ("rank_pattern", "alpha_pattern"):

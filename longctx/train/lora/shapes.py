@@ -2,7 +2,7 @@
 
 Each adapted linear map becomes a module with the attributes of PEFT's `LoraLayer` that
 families/adapters.py reads. tests/train/plan/test_changes.py compares plans with those of PEFT's own
-layers (adapters.with_lora), which are still made where a part is trained as a whole.
+layers (peft_adapters.with_lora), which are still made where a part is trained as a whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from longctx.families.families import base_of
 from longctx.families.family import part_of
 from longctx.families.look import whole_shape
 from longctx.packages import pip_install
-from longctx.train.lora.adapters import adapted_linears, adapted_stacks
+from longctx.train.lora.peft_adapters import adapted_linears, adapted_stacks
 from longctx.train.options.config import ModelArguments
 
 _NAME = "default"

@@ -1,4 +1,5 @@
-"""What longctx knows of an option beside its type and default: one place for all that is asked.
+"""Facts about an option besides its type and default: its range, its group in the help, and what it
+needs.
 
 Our options say it where they stand (arguments.py, task.py), in the metadata of their
 fields; for those of transformers theirs.py has a table.
@@ -16,16 +17,18 @@ from longctx.ranges import Range
 
 @dataclass(frozen=True)
 class Need:
-    """Without which options do nothing. A run says so and goes on, because runs share recipes."""
+    """A condition without which options do nothing. A run says so and goes on, because runs share
+    recipes."""
 
     words: str
     is_met: Callable[[Any, Any, Any], bool]
-    """Of the three dataclasses: model, data, training."""
+    """Whether options of model, data and training, the three dataclasses, meet the need."""
 
 
 class Resume(Enum):
-    """What another value means in a resumed run: other rows or numbers are refused, and what people
-    change on purpose is applied. An option of none changes speed, memory or rounding alone."""
+    """The meaning of another value in a resumed run: other rows or numbers are refused, and what
+    people change on purpose is applied. An option of none changes speed, memory or rounding
+    alone."""
 
     ROWS = 1
     NUMBERS = 2
@@ -38,7 +41,7 @@ Fact = Range | Need | Resume
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """All that is known of an option."""
+    """The facts about an option."""
 
     group: str = ""
     """Its group in the help."""
@@ -53,7 +56,8 @@ class About:
 
     @classmethod
     def of(cls, group: str, facts: Sequence[Fact], **rest: Any) -> About:
-        """The facts in any order: a range, a kind of resuming, needs."""
+        """Makes the facts of an option from facts in any order: a range, a kind of resuming,
+        needs."""
         ranges = [fact for fact in facts if isinstance(fact, Range)] or [cls.range]
         needs = tuple(fact for fact in facts if isinstance(fact, Need))
         resume = next((fact for fact in facts if isinstance(fact, Resume)), None)

@@ -1,7 +1,7 @@
 """Every option of ours, documented: what is trained, on which data, and how.
 
-`longctx train` takes those of `transformers.TrainingArguments` beside them (config.py), which this
-module does not import: what a run's folder says is read without torch.
+`longctx train` also takes those of `transformers.TrainingArguments` (config.py), which this module
+does not import: what a run's folder says is read without torch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from longctx.settings import (
 from longctx.system import CACHE
 from longctx.train.options.about import APPLIED, CHECKPOINTS, NUMBERS, ROWS, About, Need, having
 from longctx.train.options.limits import check_values
-from longctx.train.options.pixels import pixels_of
-from longctx.train.options.presets import PRESETS
-from longctx.train.options.source import ModelSource
+from longctx.train.options.source import PRESETS, ModelSource
 from longctx.train.options.task import TaskOptions
 from longctx.train.options.theirs import OF_TRANSFORMERS, about
-from longctx.train.options.written import LENGTH
+from longctx.train.options.written import LENGTH, pixels_of
 
 _CUSTOM = Need("--class_type custom without --parts", lambda m, d, t: m.schedules)
 _HOST = Need(
@@ -53,7 +51,7 @@ _output, _rare_output = having("output"), having("output", rare=True)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArguments:
-    """What is trained and which code runs it."""
+    """Options of the model: what is trained and which code runs it."""
 
     model_name_or_path: str | None = _model(
         None, "Pretrained model: a local folder, a .gguf file or a hub id. Give this or --preset."
@@ -104,7 +102,7 @@ class ModelArguments:
         None,
         "0 sets the model's dropouts to 0, for the run and in what it saves. With dropout in its "
         "config.json Hugging Face's layers run, also under custom. Default: as config.json says.",
-        Range(0, 0),  # the schedule has none, and nobody asks for more of it
+        Range(0, 0),  # the schedule has no dropout
     )
     keep: Keeping = _custom(
         "auto",
@@ -194,7 +192,7 @@ class ModelArguments:
 
     @property
     def patch_options(self) -> PatchOptions:
-        """How the model is patched."""
+        """The options of `longctx.patch`."""
         given = {f.name: getattr(self, f.name) for f in fields(PatchOptions)}
         return PatchOptions(**{**given, "parts": chosen_parts("--parts", self.parts)})
 
@@ -210,7 +208,7 @@ class ModelArguments:
 
     @property
     def source(self) -> ModelSource:
-        """Where a pretrained model is."""
+        """The place of a pretrained model."""
         return ModelSource(
             name=self.model_name_or_path,
             trust_remote_code=self.trust_remote_code,
@@ -219,14 +217,15 @@ class ModelArguments:
         )
 
     def of_another(self, name: str | None, **changes: Any) -> ModelArguments:
-        """The options of a whole model that runs beside this one, as it does: without adapters."""
+        """Returns the options of a whole model that runs next to this one, as it does: without
+        adapters."""
         none = dict.fromkeys(("preset", "lora_r", "lora_targets", "lora_modules_to_save"))
         return replace(self, model_name_or_path=name, use_dora=False, **{**none, **changes})
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataArguments:
-    """Which text becomes tokens, and how documents are packed into rows."""
+    """Options of data: which text becomes tokens, and how documents are packed into rows."""
 
     train_file: list[str] | None = _data(
         None,
@@ -302,7 +301,7 @@ class DataArguments:
 
 @dataclass(kw_only=True)
 class TrainOptions(TaskOptions):
-    """How it is trained: options of longctx, and those of transformers with another default, which
+    """Options of training: those of longctx, and those of transformers with another default, which
     suits long rows on one GPU."""
 
     output_dir: str | None = _output("runs/longctx", "Checkpoints, metrics.jsonl and final model.")
@@ -399,4 +398,4 @@ OPTIONS: dict[str, About] = {
     for option in fields(kind)
 }
 OPTIONS |= {name: known for name, known in OF_TRANSFORMERS.items() if name not in OPTIONS}
-"""What is known of each option."""
+"""Facts about each option, by its name."""

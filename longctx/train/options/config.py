@@ -5,9 +5,9 @@
             seq_len: 8192                    that names the closest valid name or the fix
 
 A recipe (recipe.py) is read as if its keys stood on the command line, where flags win, and both go
-through the same parsers (written.py) and checks (limits.py). Options only: what they need of the
-machine is started by the engine (longctx/train/engines) between `parse_flags` and `make_arguments`;
-longctx/train/start/options.py does all three.
+through the same parsers (written.py) and checks (limits.py, conflicts.py). Options only: what they
+need of the machine is started by the engine (longctx/train/engines) between `parse_flags` and
+`make_arguments`; longctx/train/start/options.py does all three.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ import os
 import re
 import sys
 import warnings
-from argparse import ArgumentError, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from argparse import ArgumentError, Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import DynamoBackend
-from transformers import HfArgumentParser, TrainingArguments
-from transformers.hf_argparser import string_to_bool
+from transformers import TrainingArguments
 from transformers.integrations import (
     INTEGRATION_TO_CALLBACK,
     get_available_reporting_integrations,
@@ -38,26 +36,19 @@ from longctx.errors import UserError, did_you_mean, one_line, print_rank0, say
 from longctx.train.options.arguments import DataArguments as DataArguments
 from longctx.train.options.arguments import ModelArguments as ModelArguments
 from longctx.train.options.arguments import TrainOptions
-from longctx.train.options.habits import HABITS, unknown
+from longctx.train.options.conflicts import check_together
+from longctx.train.options.habits import unknown
 from longctx.train.options.help import help_text
-from longctx.train.options.limits import check_together, check_values, refuse_not_ours
+from longctx.train.options.limits import check_values, refuse_unsupported
+from longctx.train.options.parser import OptionParser, means_no
 from longctx.train.options.recipe import Written, read_recipe, read_text
 from longctx.train.options.shipped import OPTIONS, files, find
-from longctx.train.options.written import PARSERS
-from longctx.train.program import Parser, started_as
-
-_NO = ("false", "no", "none", "0", "off")
-_YES = ("true", "yes", "1", "on", "t", "y")
-
-
-def means_no(value: Any) -> bool:
-    """Whether an option's value switches it off, also as a word (`deepspeed: no` in a recipe)."""
-    return not value or str(value).lower() in _NO
+from longctx.train.program import started_as
 
 
 @dataclass(kw_only=True)
 class TrainArguments(TrainOptions, TrainingArguments):  # type: ignore[misc]
-    """All of `transformers.TrainingArguments`, with the options of ours."""
+    """All options of `transformers.TrainingArguments`, and those of longctx."""
 
     named: ClassVar[frozenset[str]] = frozenset()
     """The options that a command line or a recipe has named, defaults among them."""
@@ -71,7 +62,7 @@ class TrainArguments(TrainOptions, TrainingArguments):  # type: ignore[misc]
         reports = [self.report_to] if isinstance(self.report_to, str) else self.report_to or []
         self.report_to = [name for name in reports if not means_no(name)]
         check_values(self)
-        refuse_not_ours(self)
+        refuse_unsupported(self)
         for name in self._VALID_DICT_FIELDS:
             read_settings(name, getattr(self, name, None))
         _check_accelerator(self.accelerator_config)
@@ -92,7 +83,8 @@ class TrainArguments(TrainOptions, TrainingArguments):  # type: ignore[misc]
 
 
 def with_our_options(args: TrainingArguments) -> TrainArguments:
-    """transformers' own, or another library's, with the defaults of the options that are ours."""
+    """Completes transformers' own arguments, or another library's, with the defaults of longctx's
+    options."""
     ours: Any = args
     for option in fields(TrainArguments):
         if not hasattr(ours, option.name):
@@ -105,8 +97,8 @@ _FILES = ("deepspeed", "fsdp_config", "accelerator_config")
 
 
 def read_settings(name: str, settings: Any) -> dict[str, Any]:
-    """What an option of settings holds: JSON or a dict, or for some the name of a file of JSON.
-    Raises UserError for anything else."""
+    """Returns what an option of settings holds: JSON or a dict, or for some the name of a file of
+    JSON. Raises UserError for anything else."""
     if not isinstance(settings, str) or (name in _FILES and means_no(settings)):
         return settings if isinstance(settings, dict) else {}
     is_file = _is_file(name, settings)
@@ -177,74 +169,26 @@ def _check_reports(report_to: Sequence[str]) -> None:
 _DATACLASSES = (ModelArguments, DataArguments, TrainArguments)
 
 
-class _Parser(HfArgumentParser, Parser):
-    """Options are strict, but understand every word for yes and no, as YAML does."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for action in self._actions:
-            action.type = PARSERS.get(action.dest, action.type)
-            if action.type is string_to_bool:
-                action.type = partial(_yes_or_no, words=_WORDS_BESIDE.get(action.dest, ()))
-                action.nargs, action.const = "?", True
-            elif action.choices and (no := {"no", "none"} & set(map(str, action.choices))):
-                action.type = _choice(action.type, no.pop())
-
-    def add_argument(self, *names: Any, about: Any = None, **rest: Any) -> Any:
-        """Takes a field's metadata, of which `about` is not for argparse."""
-        return super().add_argument(*names, **rest)
-
-    def _check_value(self, action: Any, value: Any) -> None:
-        """Raises ArgumentError for a value that is not among an option's choices: with the answer
-        to another trainer's word, or else with the nearest choice."""
-        if says := HABITS.get(f"{action.dest}={value}"):
-            raise ArgumentError(action, f"{value}: {says}")
-        if action.choices is not None and value not in action.choices:
-            known = [str(choice) for choice in action.choices]
-            guess = did_you_mean(str(value).lower(), known)
-            raise ArgumentError(
-                action, f"invalid choice: {value!r}; {guess}Choose from {', '.join(known)}"
-            )
-
-
-_WORDS_BESIDE = {"include_num_input_tokens_seen": ("all", "non_padding")}
-"""Option -> what it may be instead of true or false."""
-
-
-def _yes_or_no(word: str, words: Sequence[str] = ()) -> bool | str:
-    if word in words:
-        return word
-    if word.lower() in (*_YES, "n", "f", *_NO):
-        return word.lower() in _YES
-    expected = ", ".join([*words, "true or false"])
-    raise ArgumentTypeError(f"{expected} is expected, got {word!r}")
-
-
-def _choice(parse: Any, no: str) -> Callable[[str], Any]:
-    """A parser of words in which any word for no means `no`."""
-    return lambda word: parse(no if word.lower() in _NO else word)
-
-
 Arguments = tuple[ModelArguments, DataArguments, TrainArguments]
 
 
 def parse_flags(
     argv: Sequence[str] | None = None, *, default_recipe: Path | None = None
 ) -> Namespace:
-    """Every option by name, from flags and the recipe they name with `--config`.
+    """Returns every option by name, from flags and the recipe they name with `--config`.
 
     `default_recipe` is the quick start. It serves a command line that changes nothing else than how
     long it runs and in which memory; where there is one, any other command line names a model.
     Raises UserError for anything unknown or of the wrong type.
     """
     argv = _with_config(list(sys.argv[1:] if argv is None else argv))
-    first = _Parser(add_help=False)
+    first = OptionParser(add_help=False)
     first.add_argument("--config")
     first.add_argument("-h", "--help", action="store_true")
     first.add_argument("--help_all", action="store_true")
     known, flags = first.parse_known_args(argv)
 
-    parser = _Parser(_DATACLASSES, add_help=False)  # type: ignore[arg-type]
+    parser = OptionParser(_DATACLASSES, add_help=False)  # type: ignore[arg-type]
     if known.help or known.help_all:
         text = help_text(
             parser._actions, prog=started_as().removeprefix("python "), everything=known.help_all
@@ -258,7 +202,7 @@ def parse_flags(
     if recipe := default_recipe if quick else recipe:
         values = _recipe_values(recipe, parser, actions)
         if "output_dir" in values and "output_dir" in named:
-            values.pop("overwrite_output_dir", None)  # which is about the folder beside it
+            values.pop("overwrite_output_dir", None)  # it is about the recipe's folder
         parser.set_defaults(**values)
     _refuse_unknown(parser, flags, {*actions, "config"})
     options = parser.parse_args(flags)
@@ -297,7 +241,7 @@ def _with_config(argv: list[str]) -> list[str]:
 
 
 def make_arguments(flags: Namespace) -> Arguments:
-    """The three dataclasses of `parse_flags`. Raises UserError for an impossible value."""
+    """Returns the three dataclasses of `parse_flags`. Raises UserError for an impossible value."""
     values = vars(flags)
 
     def make(kind: Any) -> Any:
@@ -338,7 +282,7 @@ def explained_options(options: str) -> Iterator[None]:
 
 
 def _culprit(message: str, values: dict[str, Any]) -> str:
-    """The option that another library's error names, or else whose value it repeats, as the
+    """Returns the option that another library's error names, or else whose value it repeats, as the
     beginning of a line."""
     for name in values:
         if re.search(rf"\b{name}\b", message):
@@ -358,12 +302,12 @@ _OF_QUICK_STARTS = frozenset(
 
 
 def _named(flags: Sequence[str]) -> set[str]:
-    """The names of the options on a command line."""
+    """Returns the names of the options on a command line."""
     return {f[2:].split("=")[0].replace("-", "_") for f in flags if f.startswith("--")}
 
 
-def _recipe_values(path: Path, parser: _Parser, actions: dict[str, Any]) -> dict[str, Any]:
-    """The recipe's options, as if they stood on the command line."""
+def _recipe_values(path: Path, parser: OptionParser, actions: dict[str, Any]) -> dict[str, Any]:
+    """Returns the recipe's options, as if they stood on the command line."""
     found = {}
     for name, written in read_recipe(path).items():
         if name not in actions:
@@ -375,7 +319,7 @@ def _recipe_values(path: Path, parser: _Parser, actions: dict[str, Any]) -> dict
     return found
 
 
-def _parsed(parser: _Parser, action: Any, written: Written) -> Any:
+def _parsed(parser: OptionParser, action: Any, written: Written) -> Any:
     if isinstance(written, dict):
         if action.dest not in TrainingArguments._VALID_DICT_FIELDS:
             raise ArgumentError(action, "takes no settings of its own")
@@ -393,7 +337,7 @@ def _parsed(parser: _Parser, action: Any, written: Written) -> Any:
     return values if many else values[0]
 
 
-def _refuse_unknown(parser: _Parser, arguments: list[str], valid: set[str]) -> None:
+def _refuse_unknown(parser: OptionParser, arguments: list[str], valid: set[str]) -> None:
     _, words = parser.parse_known_args(arguments)
     if not words:
         return

@@ -21,8 +21,8 @@ HABITS: dict[str, str] = {name: says for says, names in _TABLE.items() for name 
 
 
 def unknown(name: str, valid: Iterable[str], *, dashes: str = "") -> str:
-    """How a line about an option that nobody knows goes on: a habit's answer, else the nearest
-    option that a run takes, if one is near."""
+    """Returns how a line about an unknown option goes on: a habit's answer, else the nearest option
+    that a run takes, if one is near."""
     if name in HABITS:
         return f": {HABITS[name]}"
     near = difflib.get_close_matches(name, {*valid} - NOT_OURS.keys(), n=1)

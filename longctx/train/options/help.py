@@ -30,7 +30,7 @@ _NOT_SHOWN: tuple[object, ...] = (None, False, "", [])
 
 
 def help_text(actions: Iterable[argparse.Action], *, prog: str, everything: bool = False) -> str:
-    """The help of a parser with these actions."""
+    """Returns the help of a parser with these actions."""
     width = max(NARROWEST, shutil.get_terminal_size((100, 0)).columns)
     known: dict[str, argparse.Action] = {}
     for action in actions:
@@ -53,7 +53,8 @@ def help_text(actions: Iterable[argparse.Action], *, prog: str, everything: bool
 
 
 def in_groups(names: Iterable[str], *, everything: bool) -> dict[str, list[str]]:
-    """Group -> those of the options that it holds, the common ones first; without empty groups."""
+    """Returns, by group, those of the options that it holds, the common ones first; without empty
+    groups."""
     groups: dict[str, list[str]] = {group: [] for group in (*GROUPS, OTHERS)}
     known = {name: OPTIONS.get(name, About(group=OTHERS, rare=True)) for name in names}
     for rare in (False, True) if everything else (False,):

@@ -18,15 +18,15 @@ from longctx.errors import UserError
 
 Written = str | list[Any] | dict[str, Any]
 
-_LARGEST_FILE_BYTES = 2**20
+_LARGEST_FILE_BYTES = 2**20  # a recipe has some kilobytes: a larger file is another one
 _NO_TAG = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")}
 _JSON = {"": None, "~": None, "null": None, "true": True, "false": False}
 """Meanings of unquoted words: null everywhere, the others within settings."""
 
 
 def read_text(option: str, path: Path) -> str:
-    """The text of a small file that an option names. Raises UserError for one that is missing, is
-    no file (a pipe or device may never end), is large or is not UTF-8."""
+    """Returns the text of a small file that an option names. Raises UserError for one that is
+    missing, is no file (a pipe or device may never end), is large or is not UTF-8."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -49,9 +49,9 @@ class _Refused(Exception):
 
 
 def read_recipe(path: Path) -> dict[str, Written]:
-    """Option -> a word, a list, or a dict for options of settings. Lists of other things than words
-    are for other trainers' keys, which have answers of their own. Options that are null are left
-    out. Raises UserError for a file that is no recipe."""
+    """Returns, by option, a word, a list, or a dict for options of settings. Lists of other things
+    than words are for other trainers' keys, which have answers of their own. Options that are null
+    are left out. Raises UserError for a file that is no recipe."""
     try:
         root = _Loader(read_text("config", path)).get_single_node()
         if root is None:
@@ -69,8 +69,8 @@ def read_recipe(path: Path) -> dict[str, Written]:
 
 
 def _what_is_wrong(error: yaml.YAMLError) -> str:
-    """PyYAML's message begins with what it was doing and quotes the text: here are the line and
-    the problem."""
+    """Returns what is wrong with a recipe. PyYAML's message begins with what it was doing and
+    quotes the text: here are the line and the problem."""
     if not isinstance(error, yaml.MarkedYAMLError) or not (error.problem and error.problem_mark):
         return " ".join(str(error).split())
     mark, problem = error.problem_mark, error.problem
@@ -125,7 +125,7 @@ def _word(node: Any, option: str) -> str:
 
 
 def _refuse_tag(node: Any, option: str) -> None:
-    """A tag would make a value another thing than what is written."""
+    """Raises UserError for a tag, which would make a value another thing than what is written."""
     if node.tag not in _NO_TAG:
         raise _Refused(f"--{option}: the tag {node.tag!r} cannot be used")
 

@@ -28,13 +28,13 @@ LISTED = "`longctx recipes` lists all"
 
 
 def files(folder: str, suffix: str = "") -> list[Path]:
-    """The files of a folder in share/, by name."""
+    """Returns the files of a folder in share/, by name."""
     return sorted(p for p in (SHARE / folder).iterdir() if p.is_file() and p.name.endswith(suffix))
 
 
 def find(option: str, written: str) -> Path:
-    """The user's own file, or else ours of that name. Raises UserError for a mere name that neither
-    has; any other path is for the option to read."""
+    """Returns the user's own file, or else ours of that name. Raises UserError for a mere name that
+    neither has; any other path is for the option to read."""
     path = Path(written)
     folder, suffix = OPTIONS[option]
     if os.path.exists(path) and not path.is_dir() or path.parent not in (Path(), Path(folder)):

@@ -1,8 +1,18 @@
-"""Where a pretrained model comes from."""
+"""Where a model comes from: published architectures with random weights, by name (presets.yaml), or
+pretrained weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+PRESETS: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8")
+)
+"""Maps the name of a preset to the fields of its configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)

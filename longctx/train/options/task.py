@@ -44,7 +44,7 @@ _dpo, _kto, _distill = _rare("dpo"), _rare("kto"), _rare("distill")
 
 @dataclass(kw_only=True)
 class TaskOptions:
-    """What is trained for; each option but `task` belongs to the tasks that its help names."""
+    """Options of the task; each but `task` belongs to the tasks that its help names."""
 
     task: TaskName = _task(
         "sft",

@@ -43,7 +43,7 @@ _FSDP = Need("--fsdp true", lambda m, d, t: t.fsdp)
 
 
 def _of(group: str, names: str, *facts: Fact, says: str = "") -> dict[str, About]:
-    """Options of a group. Those that --help lists have a line of ours there."""
+    """Returns the options of a group. Those that --help lists have a line of ours there."""
     return dict.fromkeys(names.split(), About.of(group, facts, rare=not says, says=says))
 
 
@@ -125,10 +125,11 @@ OF_TRANSFORMERS: dict[str, About] = {
     **_ranks("ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph", _RANKS),
     **_of("", "split_batches dispatch_batches even_batches", ROWS),  # accelerator_config's
 }
-"""Some are in some versions of transformers only."""
+"""Facts about transformers' options, by name; some options are in some versions of transformers
+only."""
 
 
 def about(option: Field[Any]) -> About:
-    """What is known of the option behind a field, ours or theirs."""
+    """Returns the facts about the option behind a field, longctx's or transformers'."""
     known: About = option.metadata.get("about") or OF_TRANSFORMERS.get(option.name, About())
     return known

@@ -26,12 +26,12 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)", re.ASCII)
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """N of a folder called checkpoint-N; None for any other name."""
+    """Returns N of a folder called checkpoint-N; None for any other name."""
     found = _CHECKPOINT.fullmatch(path.name)
     return int(found[1]) if found else None
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """Every checkpoint-N in the folder, by N; also links, and what is no folder."""
+    """Returns every checkpoint-N in the folder, by N; also links, and what is no folder."""
     found = [path for path in output_dir.glob("checkpoint-*") if checkpoint_step(path) is not None]
     return sorted(found, key=lambda path: (checkpoint_step(path), path.name))

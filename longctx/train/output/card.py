@@ -2,7 +2,7 @@
 
 The card says what run.json and the logged lines say, without this machine's paths: a folder or file
 is given by its last name. The front matter holds what a hub knows by name (a base model or a data
-set of a local folder is in the text alone), and no license, which nobody has told us.
+set of a local folder is in the text alone), and no license, which is unknown.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _LOADERS = {
     "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
     "ForConditionalGeneration": ("AutoModelForImageTextToText", "image-text-to-text"),
 }
-"""How a class ends -> transformers' auto class, and the hub's name of what the model does."""
+"""Maps the ending of a class's name to transformers' auto class and the hub's name of what the
+model does."""
 _TITLES = {
     "sft": "fine-tuned",
     "simpo": "trained by SimPO",
@@ -45,8 +46,8 @@ title has its name: trained by DPO."""
 
 
 def model_card(record: Record, lines: Sequence[Mapping[str, Any]]) -> str:
-    """The card of a run's final/. `record` is that of run.json, `lines` are all that were logged,
-    those before the run was resumed as well."""
+    """Returns the card of a run's final/. `record` is that of run.json, `lines` are all that were
+    logged, those before the run was resumed as well."""
     model, options, task = record["model"], record["options"], record["task"]
     adapter = "lora_r" in options
     base = model["hub_id"] or public(model.get("name") or f"{model['preset']} (random weights)")
@@ -74,7 +75,8 @@ def model_card(record: Record, lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def merged_card(base: str, adapter: Path, kind: str, weights: str) -> str:
-    """The card of `longctx merge`: of a model of class `kind` that an adapter and its base make."""
+    """Returns the card of `longctx merge`: of a model of class `kind` that an adapter and its base
+    make."""
     known = hub_id(base)
     name = known or public(base)
     return _render(
@@ -213,7 +215,8 @@ def _versions(found: Mapping[str, str]) -> str:
 
 
 def _recipe(options: Mapping[str, Any]) -> str:
-    """The options as YAML, without those of this machine, between marks that end nowhere in it."""
+    """Returns the options as YAML, without those of this machine, between marks that end nowhere in
+    it."""
     shown = {k: public_value(v) for k, v in options.items() if k not in _OF_THIS_MACHINE}
     text = yaml.safe_dump(shown, sort_keys=False, width=100)
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
@@ -231,7 +234,7 @@ def write_card(card: str, folder: Path, published: Path) -> None:
 
 
 def _by_hand(folder: Path) -> bytes | None:
-    """What a person has made of a folder's card; None where it is as it was saved, or there is
+    """Returns a folder's card if it was edited by hand; None if it is as it was saved, or there is
     none."""
     path = folder / CARD
     if path.is_symlink() or not path.is_file():

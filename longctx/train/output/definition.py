@@ -21,13 +21,13 @@ from longctx.train.output.manifest import read_manifest
 OPTIONS = tuple(
     name for kind in (ROWS, NUMBERS) for name, known in ABOUT.items() if known.resume is kind
 )
-"""Those that decide which rows are trained, and which numbers come out. --reference and --teacher
+"""Options that decide which rows are trained, and which numbers come out. --reference and --teacher
 are recorded by their weights."""
 APPLIED = tuple(name for name, known in ABOUT.items() if known.resume is Resume.APPLIED)
 DATA, MODEL, BASE, PROCESSES = "data", "model", "base", "num_processes"
 REFERENCE, TEACHER, PICTURES = "reference", "teacher", "pictures"
 NAMES = (*OPTIONS, DATA, PICTURES, MODEL, BASE, REFERENCE, TEACHER, PROCESSES)
-"""What `--allow_changed` takes."""
+"""Names that `--allow_changed` takes."""
 
 _WEIGHTS = {
     BASE: "the frozen weights",
@@ -38,7 +38,7 @@ _WEIGHTS = {
 _ROWS = {"seq_len", "long_documents", "seed", "max_samples", "eval_share"}
 """Other values give other rows from the same data."""
 _NO_MODEL = {"transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache"}
-"""What a config.json says besides what the model computes."""
+"""Keys of a config.json that do not decide what the model computes."""
 RunDefinition = dict[str, Any]
 
 
@@ -54,9 +54,9 @@ def define(
     teacher: str | None = None,
     pictures: str | None = None,
 ) -> RunDefinition:
-    """The definition, as JSON. `options` are the run's dataclasses, `dtype` is what theirs means
-    here, `data` whatever differs where the rows do, `model` a configuration's `to_dict()`, `base`
-    what tells the frozen weights under adapters from others (checkpoints do not hold them),
+    """Returns the definition, as JSON. `options` are the run's dataclasses, `dtype` is what theirs
+    means here, `data` whatever differs where the rows do, `model` a configuration's `to_dict()`,
+    `base` what tells the frozen weights under adapters from others (checkpoints do not hold them),
     `reference` and `teacher` the same of those models, and `pictures` whatever differs where the
     pixels of the data do."""
     run: RunDefinition = {}
@@ -66,8 +66,8 @@ def define(
             run[name] = plain(getattr(owner, name))
     run |= {"dtype": str(dtype), DATA: data, PROCESSES: num_processes}
     run[MODEL] = {k: plain(v) for k, v in model.items() if k not in _NO_MODEL}
-    beside = {BASE: base, REFERENCE: reference, TEACHER: teacher, PICTURES: pictures}
-    return run | {name: value for name, value in beside.items() if value is not None}
+    weights = {BASE: base, REFERENCE: reference, TEACHER: teacher, PICTURES: pictures}
+    return run | {name: value for name, value in weights.items() if value is not None}
 
 
 def check_same_run(
@@ -84,22 +84,10 @@ def check_same_run(
     Raises UserError for a difference that is not `allowed`, for one in what the engine keeps from
     the checkpoint (`kept`), and for an unknown name.
     """
-    if unknown := [name for name in allowed if name not in (*NAMES, *APPLIED)]:
-        close = difflib.get_close_matches(unknown[0], NAMES, n=1)
-        raise UserError(
-            f"--allow_changed {unknown[0]}: no such part of a run"
-            + (f"; did you mean {close[0]}?" if close else f"; known: {', '.join(NAMES)}")
-        )
-    if checkpoint is None:
+    _check_known(allowed)
+    before = None if checkpoint is None else _recorded(checkpoint)
+    if before is None:
         return
-    manifest = read_manifest(checkpoint)
-    if manifest is None or manifest["run"] is None:
-        print_rank0(
-            f"{checkpoint} does not say what it was trained with (another program saved it): "
-            "options and data are taken as they are now"
-        )
-        return
-    before: RunDefinition = manifest["run"]
     if BASE in run and BASE not in before:
         print_rank0(
             f"{checkpoint} does not say which weights its adapters were trained over (an earlier "
@@ -118,7 +106,7 @@ def check_same_run(
             "--model_name_or_path"
         )
     refused = {name: what for name, what in changed.items() if name not in allowed}
-    refused = {name: what for name, what in refused.items() if name not in applied(run)}
+    refused = {name: what for name, what in refused.items() if name not in applied_options(run)}
     if refused:
         raise UserError(
             f"{checkpoint} is of another run: {', '.join(refused.values())} (then and now); give "
@@ -128,14 +116,37 @@ def check_same_run(
         print_rank0(f"resuming with other options (then and now): {', '.join(changed.values())}")
 
 
-def applied(run: RunDefinition) -> set[str]:
-    """What may change without being asked for."""
+def _check_known(allowed: Collection[str]) -> None:
+    """Raises UserError for a name that is no part of a run."""
+    if unknown := [name for name in allowed if name not in (*NAMES, *APPLIED)]:
+        close = difflib.get_close_matches(unknown[0], NAMES, n=1)
+        raise UserError(
+            f"--allow_changed {unknown[0]}: no such part of a run"
+            + (f"; did you mean {close[0]}?" if close else f"; known: {', '.join(NAMES)}")
+        )
+
+
+def _recorded(checkpoint: Path) -> RunDefinition | None:
+    """Returns the definition in a checkpoint. If there is none, it says so and returns None."""
+    manifest = read_manifest(checkpoint)
+    if manifest is None or manifest["run"] is None:
+        print_rank0(
+            f"{checkpoint} does not say what it was trained with (another program saved it): "
+            "options and data are taken as they are now"
+        )
+        return None
+    found: RunDefinition = manifest["run"]
+    return found
+
+
+def applied_options(run: RunDefinition) -> set[str]:
+    """Returns the options that may change without being asked for."""
     on_plateau = run.get("lr_scheduler_type") == "reduce_lr_on_plateau"
     return set(APPLIED) - ({"learning_rate"} if on_plateau else set())
 
 
 def differences(before: RunDefinition, now: RunDefinition) -> dict[str, str]:
-    """Name -> `name 64 -> 128`, of what both record."""
+    """Returns, by name, `name 64 -> 128` for what both record and differs."""
     found = {
         name: f"{name} {_shown(before[name])} -> {_shown(now[name])}"
         for name in (*OPTIONS, PROCESSES, *APPLIED)
@@ -162,7 +173,7 @@ def _shown(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """As JSON gives it back."""
+    """Returns a value as JSON gives it back."""
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

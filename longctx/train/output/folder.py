@@ -86,7 +86,7 @@ def clear_output_dir(output_dir: Path, resume: Path | None) -> None:
     Called when everything else is known to work, by one process.
     """
     for path in output_dir.glob(STAGING + "*"):
-        remove(path)  # what cannot be deleted stands in nobody's way
+        remove(path)  # what cannot be deleted is renamed out of the way
     if resume is not None:
         set_aside_later(output_dir, resume)
         return
@@ -131,8 +131,8 @@ def check_disk_space(
 
 @contextmanager
 def claimed(path: Path) -> Iterator[Path]:
-    """A place to write what is published as `path`, a new folder, which one process has at a time.
-    What is left there when this ends is deleted, as is what a killed process left.
+    """Claims a place to write what is published as `path`, a new folder, which one process has at a
+    time. What is left there when this ends is deleted, as is what a killed process left.
 
     Raises UserError where `path` exists, cannot be made, or is being made by another process.
     """
@@ -194,7 +194,7 @@ def lock_folder(folder: Path, option: str = "--output_dir") -> IO[bytes]:
 
 
 def _is_here(file: IO[bytes], path: Path) -> bool:
-    """Whether a file that was opened has not been deleted since: a lock of it would lock nobody
+    """Whether a file that was opened has not been deleted since: a lock of it would lock no one
     out."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))

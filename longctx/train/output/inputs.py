@@ -25,19 +25,19 @@ from longctx.errors import UserError
 from longctx.system import expanded
 from longctx.train.options.limits import words_of
 from longctx.train.output import CARD
-from longctx.train.safety.files import read_small
+from longctx.train.safety.strange_files import read_small
 
 _MOST_LINKS = 40
 """Linux follows as many links in one path."""
-_MOST_SETTINGS_BYTES = 4 << 20
+_MOST_SETTINGS_BYTES = 4 << 20  # a larger file of settings is not searched for names of files
 _CAME_FROM = {"_name_or_path", "name_or_path"}
 """Keys whose paths say where a model came from; nothing is read there."""
 
 
 def named_inputs(argv: Sequence[str] | None, *options: Any) -> list[Path]:
-    """Everything there that a word of the command line or the value of an option names, and where
-    such folders lead: a model's weights may be links, and an adapter names its base. `argv` are the
-    words after the program's name (None: the process's own)."""
+    """Returns everything there that a word of the command line or the value of an option names, and
+    where such folders lead: a model's weights may be links, and an adapter names its base. `argv`
+    are the words after the program's name (None: the process's own)."""
     given = sys.argv[1:] if argv is None else argv
     words = [*given, *(word.partition("=")[2] for word in given)]  # --option=value
     for of in options:
@@ -107,7 +107,7 @@ def refuse_lost(cleared: Sequence[Path], inputs: Iterable[Path]) -> None:
 
 
 def _way(path: Path) -> Iterator[str]:
-    """Every entry of a folder, without links in its own name, that a path leads through."""
+    """Yields every entry of a folder, without links in its own name, that a path leads through."""
     at, links = "/", 0
     waiting = os.path.join(os.getcwd(), path).split("/")[::-1]
     while waiting:

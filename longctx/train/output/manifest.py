@@ -4,8 +4,7 @@
      "xxh3": of all the rest}
 
 It is written last, before the rename that publishes the folder. `run` is definition.py's. Checksums
-find damage, not malice: whoever forges a manifest can make them right, so types and names are
-checked too.
+find damage, not malice: a forged manifest can have them right, so types and names are checked too.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ import xxhash
 from longctx.errors import UserError
 from longctx.train.output import MANIFEST
 from longctx.train.safety.checksum import checksums
-from longctx.train.safety.files import odd_entry, read_json
+from longctx.train.safety.strange_files import odd_entry, read_json
 
 FORMAT = 1
 
 
 class Damaged(UserError):
-    """The folder is not what its manifest says; the message tells in a few words."""
+    """The folder is not what its manifest says; the message is a short reason."""
 
 
 def write_manifest(folder: Path, run: Mapping[str, Any] | None = None) -> int:
@@ -43,7 +42,7 @@ def write_manifest(folder: Path, run: Mapping[str, Any] | None = None) -> int:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """None where there is none: written by another program. Raises Damaged."""
+    """Reads the manifest of a folder; None if another program wrote the folder. Raises Damaged."""
     try:
         content = read_json(folder / MANIFEST)
         if not isinstance(content, dict):
@@ -112,7 +111,7 @@ def check_files(folder: Path, *, contents: bool = True) -> int | None:
 
 
 def unlisted(folder: Path) -> list[str]:
-    """Files that lie beside those of the manifest: not saved with them. Raises Damaged."""
+    """Returns the files of a folder that were not saved with its manifest. Raises Damaged."""
     manifest = read_manifest(folder)
     if manifest is None:
         return []

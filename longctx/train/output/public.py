@@ -18,7 +18,7 @@ MOST_CHARACTERS = 300
 
 
 def hub_id(name: str | None) -> str | None:
-    """The name if a hub could know it; None for a folder or file of this machine."""
+    """Returns the name if a hub could know it; None for a folder or file of this machine."""
     if not name or os.path.exists(expanded(name)) or name.startswith((".", "/", "~")):
         return None
     try:
@@ -29,7 +29,7 @@ def hub_id(name: str | None) -> str | None:
 
 
 def public(name: str) -> str:
-    """A path's last name, in visible characters; any other text as it is."""
+    """Returns a path's last name, in visible characters; any other text as it is."""
     if name.startswith(("/", "~", ".")) or os.path.exists(name):
         name = os.path.basename(os.path.abspath(expanded(name)))
     return printable(name)
@@ -44,12 +44,12 @@ def public_value(value: Any) -> Any:
 
 
 def as_text(text: str) -> str:
-    """Text in which Markdown and HTML have no say."""
+    """Returns text in which Markdown and HTML have no say."""
     return re.sub(r"([\\`*_\[\]<>&|#])", r"\\\1", shortened(printable(text), MOST_CHARACTERS))
 
 
 def as_code(text: str) -> str:
-    """Text as inline code, also in a cell of a table."""
+    """Returns the text as inline code, also in a cell of a table."""
     text = shortened(printable(str(text)), MOST_CHARACTERS).replace("|", r"\|")
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     pad = " " if "`" in text else ""

@@ -23,7 +23,7 @@ from longctx.constants import GIB, __version__
 from longctx.errors import UserError, print_rank0
 from longctx.system import cpu_line, version_of
 from longctx.train.output import RECORD
-from longctx.train.safety.files import read_json
+from longctx.train.safety.strange_files import read_json
 from longctx.train.safety.writing import replace_file
 
 Record = dict[str, Any]
@@ -56,8 +56,8 @@ def write_record(folder: Path, record: Record, *, resumed: bool) -> None:
 
 
 def read_record(folder: Path) -> Record | None:
-    """None where there is none that can be read: an earlier version ran, or it is damaged. Values
-    may be of any type."""
+    """Reads the record of a run; None if there is none or it is damaged: an earlier version wrote
+    none. Values may be of any type."""
     try:
         found = read_json(folder / RECORD)
     except (OSError, ValueError, RecursionError):
@@ -66,7 +66,7 @@ def read_record(folder: Path) -> Record | None:
 
 
 def machine(device: Any, processes: int) -> dict[str, Any]:
-    """What a run on this device has, without the machine's name."""
+    """Returns the hardware that a run on this device has, without the machine's name."""
     import psutil
     import torch  # not above: `longctx report` reads records without it
 
@@ -97,7 +97,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware(machine: Mapping[str, Any]) -> str:
-    """A machine in a few words."""
+    """Returns a short description of a machine."""
     host = f"{machine.get('cores')} cores ({machine.get('cpu')}), {machine.get('host_gib')} GiB RAM"
     if "gpu" not in machine:
         return f"no GPU, {host}"
@@ -105,6 +105,6 @@ def hardware(machine: Mapping[str, Any]) -> str:
 
 
 def counts_of(counts: Mapping[str, int]) -> list[str]:
-    """Returns the counts of train/data/rows.py that people ask for: `1,234 documents`, ..."""
+    """Returns the counts of train/data/row_report.py that people ask for: `1,234 documents`, ..."""
     found = ((name, counts.get(name, 0)) for name in ("documents", "groups", "tokens", "rows"))
     return [f"{n:,} {name.removesuffix('s' * (n == 1))}" for name, n in found if n]

@@ -94,12 +94,13 @@ REPAIRS: tuple[Repair, ...] = (
     (_has_generation, _sample, "do_sample is set to true in its generation_config"),
     (_has_generation, _default_generation, "it gets a new generation_config"),
 )
-"""What applies to the model is tried one after another, until it can be saved."""
+"""Repairs of a model that cannot be saved. Those that apply are tried one after another, until it
+can."""
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without a progress bar for no weights."""
+    """Switches off the progress bar, as there are no weights to write."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

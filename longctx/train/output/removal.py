@@ -1,7 +1,7 @@
 """Deleting what may be a link to a bigger disk, or may not be deleted (immutable, another's, NFS).
 
 A link goes and what it points to stays. What cannot be deleted is said and ends nothing: it has
-been renamed before, to a name that nobody takes for a checkpoint.
+been renamed before, to a name that is not taken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _PROBE = ".longctx-probe"
 
 
 def staging_path(path: Path) -> Path:
-    """A free name beside `path` to write into or to delete from; what a killed run left under it
-    goes first."""
+    """Returns a free name next to `path` to write into or to delete from; what a killed run left
+    under it goes first."""
     for number in range(1, 1000):
         suffix = "" if number == 1 else f".{number}"
         staging = path.with_name(f"{STAGING}{path.name}{suffix}")
@@ -54,7 +54,7 @@ def discard(path: Path) -> None:
 
 
 def link_target(path: Path) -> str | None:
-    """Where a link points to, even if it leads in a circle; None for what is no link."""
+    """Returns where a link points to, even if it leads in a circle; None for what is no link."""
     return os.path.realpath(path) if path.is_symlink() else None
 
 
@@ -82,7 +82,7 @@ def require_removable(paths: list[Path]) -> None:
 
 
 def _inside(folder: Path) -> list[Path]:
-    """Files at any depth. Raises OSError for a folder that may not be read."""
+    """Returns files at any depth. Raises OSError for a folder that may not be read."""
 
     def stop(error: OSError) -> None:
         raise error

@@ -27,14 +27,15 @@ from longctx.system import expanded
 from longctx.train.options.config import TrainArguments
 from longctx.train.output import ABANDONED, STATE, checkpoint_step, checkpoints
 from longctx.train.output.manifest import Damaged, check_files, unlisted
-from longctx.train.safety.files import read_json, tensor_problem
+from longctx.train.safety.strange_files import read_json, tensor_problem
 
 # --- choosing --------------------------------------------------------------------------------
 
 
 def resolve_resume(args: TrainArguments) -> Path | None:
-    """The checkpoint to resume from. `last` (or `true`) means the newest whole one in output_dir;
-    so does `auto`, which starts a new run where there is none yet (a job that is requeued).
+    """Returns the checkpoint to resume from. `last` (or `true`) means the newest whole one in
+    output_dir; so does `auto`, which starts a new run where there is none yet (a job that is
+    requeued).
 
     The first process reads checkpoints and compares their checksums; the others hear the outcome.
     Raises UserError for a folder that is not a whole checkpoint.
@@ -85,7 +86,8 @@ def _last_whole(output_dir: Path) -> Path:
 
 
 def integrity_problem(checkpoint: Path) -> str | None:
-    """Says what is missing or damaged in a checkpoint, in a few words; None for a whole one."""
+    """Returns as a short reason what is missing or damaged in a checkpoint; None for a whole
+    one."""
     try:
         global_step(checkpoint)
         check_files(checkpoint)
@@ -98,12 +100,12 @@ def integrity_problem(checkpoint: Path) -> str | None:
 
 
 def global_step(checkpoint: Path) -> int:
-    """The steps it was trained for. Raises Damaged."""
+    """Returns the steps it was trained for. Raises Damaged."""
     return read_state(checkpoint).global_step
 
 
 def resuming(checkpoint: Path) -> str:
-    """The line that says from where a run goes on. Raises Damaged."""
+    """Returns the line that says from where a run goes on. Raises Damaged."""
     state = read_state(checkpoint)
     tokens = state.num_input_tokens_seen
     counted = f" and {tokens:,} tokens" if tokens else ""
@@ -141,14 +143,14 @@ def _is_state(state: TrainerState) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Or nothing."""
+    """Whether a value of a state is a number that fits in 64 bits, or None."""
     return value is None or type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
 def best_checkpoint(resume: Path, output_dir: Path) -> Path | None:
-    """The checkpoint that the state of `resume` names as its best, by the last part of its name, in
-    the run's folder or beside `resume`: folders are moved, and a state may name any folder. None
-    where it names none, or one that is not there, which is said. Raises Damaged."""
+    """Returns the checkpoint that the state of `resume` names as its best, by the last part of its
+    name, in the run's folder or next to `resume`: folders are moved, and a state may name any
+    folder. None where it names none, or one that is not there, which is said. Raises Damaged."""
     named = read_state(resume).best_model_checkpoint
     if named is None:
         return None
@@ -210,7 +212,7 @@ if _CPU_BY_NUMBER not in {priority for priority, *_ in serialization._package_re
 
 @contextmanager
 def mapped_files() -> Iterator[None]:
-    """`torch.load` maps files instead of reading them into memory.
+    """Has `torch.load` map files, within, instead of reading them into memory.
 
     Pages are read as they are copied to the GPU, so host memory never holds all of an optimizer's
     states; on the CPU the mapped pages (private, copy on write) are themselves the states.
@@ -246,7 +248,7 @@ Options = Sequence[Mapping[str, Any]]
 
 
 def group_options(optimizer: Any) -> list[dict[str, Any]]:
-    """What the options of this run ask of each group of parameters."""
+    """Returns what the options of this run ask of each group of parameters."""
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
 
 
@@ -254,8 +256,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 def check_states(optimizer: Any, scheduler: Any) -> None:
-    """After a checkpoint's states were read: raises ValueError for numbers of steps that are none,
-    and for moments that are no tensors, which would end the run in its first step or later."""
+    """Called after a checkpoint's states were read. Raises ValueError for numbers of steps that are
+    none, and for moments that are no tensors, which would end the run in its first step or
+    later."""
     exact = getattr(optimizer, "steps", None)  # whose moments were checked as they were read
     counts = [getattr(scheduler, "last_epoch", 0), *(exact or {}).values()]
     for states in optimizer.state.values() if exact is None else ():
@@ -269,8 +272,8 @@ def check_states(optimizer: Any, scheduler: Any) -> None:
 
 
 def apply_options(optimizer: Any, asked: Options, checkpoint: Path) -> None:
-    """After a checkpoint's states were read: options come from this run, states from the checkpoint
-    (torch takes both from there).
+    """Called after a checkpoint's states were read: options come from this run, states from the
+    checkpoint (torch takes both from there).
 
     Raises UserError where the checkpoint's optimizer is of another kind, or has no states.
     """
@@ -303,9 +306,9 @@ def apply_options(optimizer: Any, asked: Options, checkpoint: Path) -> None:
 
 
 def apply_learning_rate(scheduler: Any, base_lrs: Sequence[float]) -> None:
-    """The rate of this run's schedule after the checkpoint's steps; the same bits if nothing has
-    changed. A schedule that is no function of the step (on a plateau of the loss) stays where it
-    was."""
+    """Sets the rate of this run's schedule after the checkpoint's steps; the same bits if nothing
+    has changed. A schedule that is no function of the step (on a plateau of the loss) stays where
+    it was."""
     scheduler = getattr(scheduler, "scheduler", scheduler)
     if not isinstance(scheduler, LambdaLR):
         return

@@ -34,11 +34,11 @@ from longctx.train.output.removal import discard, discard_renamed, link_target, 
 _OS_ERROR = re.compile(r"([^:]+) \(os error \d+\)")
 """Matches what Rust (safetensors, tokenizers) says of a failed system call."""
 _CPP_STREAMS = ("inline_container", "PytorchStreamWriter", "basic_ios::clear", "iostream error")
-"""All that torch's C++ says of one."""
+"""Words by which to tell what torch's C++ says of a failed write."""
 
 
 def common_staging(path: Path) -> Path:
-    """`staging_path`, the same in every process."""
+    """Returns `staging_path`, the same in every process."""
     found: list[Any] = [None]
     if int(os.environ.get("RANK", "0")) == 0:
         found = [staging_path(path)]
@@ -67,7 +67,8 @@ def try_on_all_ranks(work: Callable[[], None]) -> str | None:
 
 
 def disk_problem(error: BaseException | None) -> str | None:
-    """What went wrong, if it is a failure to write files, in one line; None for anything else."""
+    """Returns what went wrong in one line if it is a failure to write files; None for anything
+    else."""
     if error is None:
         return None
     if isinstance(error, CheckpointException):

@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def published(folder: Path) -> list[Path]:
-    """The folder itself, or the published folders in it. Raises UserError where there is none."""
+    """Returns the folder itself, or the published folders in it. Raises UserError where there is
+    none."""
     if not os.path.isdir(folder):  # False for a name too long, where Path.is_dir raises
         raise UserError(f"{folder} is no folder: give a run's --output_dir or a checkpoint-N")
     if os.path.lexists(folder / MANIFEST):

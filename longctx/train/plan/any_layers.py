@@ -48,7 +48,7 @@ class AnyLayers:
         own = HF_ATTENTION.get(self.backend) or default_attention(self.config)
         return ours or own or self.config._attn_implementation
 
-    def said(self) -> str | None:
+    def attention_line(self) -> str | None:
         """Returns whose attention runs, where it was tried; None elsewhere."""
         if self.device is None:
             return None
@@ -65,7 +65,7 @@ class AnyLayers:
         return self.device or torch.device("cpu")
 
     def why_unknown(self, sizes: Sizes) -> str | None:
-        """Returns why nobody knows what a layer takes; None if it was measured, or is counted."""
+        """Returns why the cost of a layer is unknown; None if it was measured or counted."""
         if self.device is None:
             return None if self.counts else ELSEWHERE
         found = self._measured(sizes)

@@ -26,14 +26,15 @@ from longctx.constants import GIB
 from longctx.cost.machines import Machine
 from longctx.errors import UserError
 from longctx.train.engines.layout import FullyShard, Zero
-from longctx.train.plan.predict import Plan, Run, Subject, longest, plan
+from longctx.train.plan.predict import Plan, longest, plan
 from longctx.train.plan.shortage import least_host_gib
+from longctx.train.plan.subject import PlannedRun, Subject
 
 MOST = 5
-"""At most so many changes of flags alone are shown."""
-HOST_STEP_GIB = 8
+"""The most changes of flags alone that are shown."""
+HOST_STEP_GIB = 8  # the smallest host that fits is rounded up to a size that is sold
 RANK = 16
-"""Of the adapters that are tried."""
+"""The rank of the adapters that are tried."""
 GPUS = (2, 4, 8)
 FSDP2 = "--fsdp true --fsdp_config fsdp2"
 ZERO3 = "--deepspeed zero3_cpu"
@@ -52,7 +53,7 @@ class Change(NamedTuple):
 
 
 def changes(
-    subject: Subject, run: Run, machine: Machine, host_bytes: int, *, host_grows: bool
+    subject: Subject, run: PlannedRun, machine: Machine, host_bytes: int, *, host_grows: bool
 ) -> list[Change]:
     """Returns the ways out, in the order above. `host_grows` says that the machine is not there
     yet: its host may be larger, and its GPUs more."""
@@ -72,7 +73,7 @@ def changes(
 @dataclass(frozen=True)
 class _Search:
     subject: Subject
-    run: Run
+    run: PlannedRun
     machine: Machine
     host_bytes: int
 
@@ -97,7 +98,8 @@ class _Search:
 
     @cached_property
     def flags(self) -> list[Options]:
-        """What a way out may need besides: nothing, what decides by itself, or all flags."""
+        """Returns the flags that a way out may need besides: none, those that decide by themselves,
+        or all."""
         decided = {n: to for n, to in self.all_at_once.items() if to in ("auto", None)}
         return [{}, decided, self.all_at_once]
 
@@ -129,18 +131,18 @@ class _Search:
         """LoRA and QLoRA, as far as the run has them not yet."""
         model = self.run.model
         # each GPU has a copy of its own
-        beside: Options = {"engine": None, "sequence_parallel_size": 1}
+        more: Options = {"engine": None, "sequence_parallel_size": 1}
         if not model.schedules and self.subject.known:
-            beside |= _SCHEDULE
-        lora = [{**beside, "lora_r": RANK}] if model.lora_r is None else []
+            more |= _SCHEDULE
+        lora = [{**more, "lora_r": RANK}] if model.lora_r is None else []
         if lora and self.run.gpus > 1 and self.run.engine is not None:
             lora = [{"lora_r": RANK}, *lora]
-        packed = {**beside, "lora_r": model.lora_r or RANK, "quantize": "nf4"}
+        packed = {**more, "lora_r": model.lora_r or RANK, "quantize": "nf4"}
         takes = model.quantize == "none" and self.subject.takes_nf4
         return [*lora, packed] if takes else lora
 
     def shorter_rows(self, kinds: list[Options]) -> list[Change]:
-        """The longest row that fits under each of these options."""
+        """Returns the longest row that fits under each of these options."""
         rows = []
         for options in kinds:
             subject, run = self._with(options)
@@ -159,7 +161,8 @@ class _Search:
         return ours and run.exact and whole and run.task == "sft"
 
     def these_gpus(self) -> Iterator[Change]:
-        """What the GPUs that are there can do together, or the most of them that can."""
+        """Yields the changes by which the GPUs that are there, or the most of them that can, hold
+        the run together."""
         gpus = self.run.gpus
         if gpus == 1:
             return
@@ -176,7 +179,7 @@ class _Search:
                 return
 
     def more_gpus(self) -> Iterator[Change]:
-        """The fewest GPUs of one host that can share each row."""
+        """Yields the fewest GPUs of one host that can share each row."""
         for gpus in GPUS if self._shards else ():
             found = [*self._way(_sharing(gpus))] if gpus > self.run.gpus else []
             yield from found
@@ -184,7 +187,7 @@ class _Search:
                 return
 
     def larger_host(self) -> Iterator[Change]:
-        """The smallest host with which the run fits."""
+        """Yields the smallest host with which the run fits."""
         for flags in self.flags:
             run = self.run.having(**flags)
             least = least_host_gib(self.subject, run, self.machine, self.host_bytes)
@@ -197,7 +200,7 @@ class _Search:
     def _changed(self, options: Options) -> Options:
         return {name: to for name, to in options.items() if self.run.value(name) != to}
 
-    def _with(self, options: Options) -> tuple[Subject, Run]:
+    def _with(self, options: Options) -> tuple[Subject, PlannedRun]:
         run = self.run.having(**options)
         made = tuple(run.value(name) for name in _MAKES)
         if made == tuple(self.run.value(name) for name in _MAKES):
@@ -221,7 +224,8 @@ class _Search:
 
 
 def _sharing(gpus: int) -> Options:
-    """FSDP2 decides itself where weights and states are."""
+    """Returns the options by which `gpus` GPUs share rows; FSDP2 decides itself where weights and
+    states are."""
     return {
         "gpus": gpus,
         "engine": FullyShard(processes=gpus),
@@ -232,19 +236,19 @@ def _sharing(gpus: int) -> Options:
 
 
 def _alone(gpus: int) -> Options:
-    """Each of several GPUs holds everything, or there is one."""
+    """Returns the options by which each of several GPUs holds everything, or there is one."""
     return {"gpus": gpus, "engine": None, "sequence_parallel_size": 1}
 
 
 def _offloading(gpus: int, ranks: int) -> Options:
-    """ZeRO-3 with CPU offload, as zero3_cpu asks for it."""
+    """Returns the options of ZeRO-3 with CPU offload, as zero3_cpu asks for it."""
     layout = Zero(
         name="ZeRO-3 with CPU offload", processes=gpus, offloads_weights=True, offloads_states=True
     )
     return {**_sharing(gpus), "engine": layout, "sequence_parallel_size": ranks}
 
 
-def _candidates(subject: Subject, run: Run) -> Iterator[Options]:
+def _candidates(subject: Subject, run: PlannedRun) -> Iterator[Options]:
     """Yields single changes that may need less memory, or allow more of it."""
     for known in _known(subject, run):
         options = {name: value for name, value in known.items() if run.value(name) != value}
@@ -252,7 +256,7 @@ def _candidates(subject: Subject, run: Run) -> Iterator[Options]:
             yield options
 
 
-def _known(subject: Subject, run: Run) -> Iterator[Options]:
+def _known(subject: Subject, run: PlannedRun) -> Iterator[Options]:
     if run.engine is not None and run.sequence_parallel_size == 1:
         yield {"engine": None}
     if run.gpu_memory_gib:

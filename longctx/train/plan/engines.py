@@ -4,7 +4,7 @@ train/engines/layout.py declares the bytes of each rank. Here they become part o
 beside the model's layers, and of the budgets from which a run's ladder is chosen: what is free when
 training begins, and what the first step adds.
 
-The seconds are those of one rank. They count the exchanges beside which nothing is computed:
+The seconds are those of one rank. They count the exchanges during which nothing is computed:
 
     gathers    B (n - 1) / n bytes come over the links between GPUs, one layer ahead. The gathers of
                the embedding, the first of forward, and of lm_head are waited for.
@@ -67,7 +67,8 @@ class ShardedStates:
         """Maps layers to their numbers of parameters; -1 is the embedding, `layers` the rest."""
 
     def _tied(self) -> Buffers:
-        """A tied embedding's gradient, which is whole from the loss to the embedding's backward."""
+        """Returns a tied embedding's gradient, which is whole from the loss to the embedding's
+        backward."""
         if self.parameters.head or self.parameters.adapters:
             return {}
         return {"the embedding's gradient": self.layout.whole(self.parameters.embedding)}
@@ -89,7 +90,8 @@ class ShardedStates:
         return {**self._standing, **self.layout.update(self.parameters)}
 
     def others(self, kept: int, unit: int) -> list[Phase]:
-        """The moment in which lm_head's gradient is summed, before the last layer's backward."""
+        """Returns the moment in which lm_head's gradient is summed, before the last layer's
+        backward."""
         head = self.parameters.trained_head
         if not head:
             return []
@@ -113,8 +115,8 @@ class ShardedStates:
         return self.loss_gradients()
 
     def new_gradients(self, layer: int, *, summed: bool = True) -> int:
-        """The gradients when backward reaches this layer. `summed` says whether those of the block
-        above have been summed over the ranks."""
+        """Returns the gradients when backward reaches this layer. `summed` says whether those of
+        the block above have been summed over the ranks."""
         if self.loss_gradients():
             return self.all_gradients()
         done = [numel for at, numel in self._grads.items() if at > layer + (not summed)]

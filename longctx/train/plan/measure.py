@@ -43,7 +43,7 @@ from longctx.memory.rates import (
 from longctx.memory.store import free_gpu_bytes
 
 DTYPE = torch.bfloat16
-HEAD_DIM = 128
+HEAD_DIM = 128  # of Llama and most published models
 LENGTHS = {8192: (32, 8), 32768: (32, 8), 131072: (4, 1)}
 """Maps the tokens of a document to its query and key/value heads."""
 MIDDLE = 32768
@@ -52,7 +52,7 @@ ATTENTION_S = 0.4
 
 
 class Gpu(NamedTuple):
-    """What CUDA reports of a GPU."""
+    """The figures that CUDA reports of a GPU."""
 
     device: torch.device
     name: str
@@ -129,7 +129,7 @@ def measured_machine(gpu: Gpu, measured: Measured) -> Machine:
         attention={**longest, "cudnn": torchs},  # with Hugging Face's layers torch takes what runs
         memory_bytes=measured.memory_bytes,
         link_bytes=measured.link.both,
-        peer_bytes=profile.peer_bytes if profile else None,  # nobody else runs to be asked
+        peer_bytes=profile.peer_bytes if profile else None,  # no other process runs here
         shared_link=profile.shared_link if profile else 1.0,
         measured=True,
         here=True,
@@ -185,10 +185,13 @@ def attention_rates(attention: Attention, device: torch.device, tokens: int) -> 
     and 5 H d L^2 FLOPs."""
     heads, kv_heads = LENGTHS[tokens]
 
-    def numbers(heads: int) -> torch.Tensor:  # (L, heads, d)
+    def random_heads(heads: int) -> torch.Tensor:  # (L, heads, d)
         return torch.randn(tokens, heads, HEAD_DIM, device=device, dtype=DTYPE)
 
-    qkv, do = QKV(numbers(heads), numbers(kv_heads), numbers(kv_heads)), numbers(heads)
+    qkv, do = (
+        QKV(random_heads(heads), random_heads(kv_heads), random_heads(kv_heads)),
+        random_heads(heads),
+    )
     o, lse = torch.empty_like(do), torch.empty(heads, tokens, device=device)
     documents, scale = Documents.of([tokens], device=device), HEAD_DIM**-0.5
 

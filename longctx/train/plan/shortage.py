@@ -1,6 +1,6 @@
 """Which memory a run lacks, how much of it, and for what.
 
-The GPU is short if the run does not fit beside a host without limits; else the host is. A plan that
+The GPU is short if the run does not fit with a host without limits; else the host is. A plan that
 does not fit lacks a little of both, in the way that needs the fewest bytes in sum, and cannot tell.
 """
 
@@ -12,9 +12,10 @@ from longctx.constants import GIB
 from longctx.cost.machines import Machine
 from longctx.cost.peak import Buffers, peak
 from longctx.memory.machine import host_budget
-from longctx.train.plan.predict import Plan, Run, Subject, plan
+from longctx.train.plan.predict import Plan, plan
+from longctx.train.plan.subject import PlannedRun, Subject
 
-MOST_HOST_GIB = 4096
+MOST_HOST_GIB = 4096  # a host of this size counts as one without limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class Shortage:
     """The least with which the run fits."""
     available: int
     holds: Buffers
-    """What the memory would hold, by name."""
+    """The bytes that the memory would hold, by name."""
     plan: Plan
     """The plan of the run where this memory is there."""
 
@@ -51,7 +52,7 @@ def shortage(subject: Subject, planned: Plan, host_bytes: int) -> Shortage | Non
         if lacks <= 0:
             return None
         needed = roomy.gpu_limit + lacks
-        # Beside the peak: the allocator's gaps, and what an engine's first steps may claim at once.
+        # Besides the peak: the allocator's gaps, and what an engine's first steps claim at once.
         room = "left free" if run.engine is None else "room for gathered weights and first sums"
         return Shortage(
             memory="GPU",
@@ -80,13 +81,15 @@ def _bytes(gib: float | None) -> int | None:
     return None if gib is None else int(gib * GIB)
 
 
-def _on_host(subject: Subject, run: Run, machine: Machine, gib: int) -> Plan:
+def _on_host(subject: Subject, run: PlannedRun, machine: Machine, gib: int) -> Plan:
     """Returns the plan on a host with so much free memory, all of which may be locked."""
     machine = replace(machine, lockable_bytes=None)
     return plan(subject, run.having(host_memory_gib=None), machine, gib * GIB)
 
 
-def least_host_gib(subject: Subject, run: Run, machine: Machine, host_bytes: int) -> int | None:
+def least_host_gib(
+    subject: Subject, run: PlannedRun, machine: Machine, host_bytes: int
+) -> int | None:
     """Returns the GiB that a host must have free for the run; None if no host is enough."""
 
     def fits(gib: int) -> bool:

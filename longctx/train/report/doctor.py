@@ -4,8 +4,8 @@
     longctx doctor --again          measures once more: another process had the GPU
 
 On a GPU the rates are measured in about ten seconds and kept for `longctx plan` and for runs
-(longctx/train/plan/measure.py); where the card is known its profile stands beside them. Works
-without a GPU too.
+(longctx/train/plan/measure.py); where the card is known its profile is shown, too. Works without a
+GPU too.
 """
 
 from __future__ import annotations
@@ -108,14 +108,15 @@ def examine(folders: dict[str, Path], *, again: bool = False) -> Facts:
 
 
 def _fa4(gpu: Gpu | None) -> str | None:
-    """None where `auto` would take another backend anyway."""
+    """Returns why flash-attn-4 cannot run; None if it can, or if `auto` takes another backend
+    anyway."""
     if gpu is None or torch.cuda.get_device_capability(gpu.device)[0] not in flash4.CHOSEN:
         return None
     return flash4.why_not(gpu.device)
 
 
 def _driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA that the driver knows: 13000 is 13.0."""
+    """Returns the newest CUDA that the driver knows: 13000 is 13.0."""
     ask = getattr(torch._C, "_cuda_getDriverVersion", None)
     number = ask() if ask else 0
     return (number // 1000, number % 1000 // 10) if number else None
@@ -126,8 +127,8 @@ def _total(folder: Path) -> int | None:
 
 
 def _free(folder: Path) -> tuple[int, bool]:
-    """Of the nearest folder above that exists: bytes free, whether `folder` is there or can be
-    made, and may be written."""
+    """Returns the free bytes of the disk, and whether `folder` is there or can be made and may be
+    written, by the nearest folder above that exists."""
     above = [folder, *folder.parents]
     at = next(i for i, path in enumerate(above) if os.path.isdir(path))  # False for odd names
     here = above[at]

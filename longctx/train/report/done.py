@@ -17,7 +17,7 @@ from longctx.train.options.config import DataArguments, ModelArguments, TrainArg
 from longctx.train.output import FINAL, METRICS
 from longctx.train.output.card import merge_first
 from longctx.train.program import started_as
-from longctx.train.report.runs import moved
+from longctx.train.report.runs import loss_change
 from longctx.train.report.sample import Sample
 from longctx.train.trainer.trainer import LongTrainer
 
@@ -43,7 +43,7 @@ def summarise(
     table = Table(title="Done", show_header=False)
     if logged:
         speeds = sorted(line["tokens_per_s"] for line in logged if "tokens_per_s" in line)
-        table.add_row("loss", moved([line["loss"] for line in logged]))
+        table.add_row("loss", loss_change([line["loss"] for line in logged]))
         if speeds:
             table.add_row("tokens/s", f"{speeds[len(speeds) // 2]:,.0f} (median of logged steps)")
     for name, (what, form) in EVALUATED.items():

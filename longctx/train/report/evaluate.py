@@ -49,6 +49,7 @@ from longctx.train.safety.writing import MARK, check_writable, replace_file
 from longctx.train.start.loading import load_config, load_model
 
 LOGIT_TOKENS = 1024
+"""Tokens whose logits exist at a time: in fp32 0.5 GiB of 128256 words."""
 PICTURES = {"png": "Software", "pdf": "Creator", "svg": "Creator"}
 """Ending -> what such a file calls the program that made it."""
 Result = dict[str, Any]
@@ -72,32 +73,7 @@ PEAKS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(prog="longctx eval", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", help="folder or hub id")
-    parser.add_argument("--eval_file", nargs="+", required=True, help="files, folders or globs")
-    parser.add_argument(
-        "--seq_len", type=token_count, default=32768, help=f"tokens in a window, {LENGTH}"
-    )
-    parser.add_argument(
-        "--rope_scaling",
-        default="none",
-        choices=["none", "yarn", "linear"],
-        help="as in a run, for a model that was not trained to --seq_len; none extrapolates",
-    )
-    parser.add_argument("--windows", type=int, default=16, help="windows for the loss, at most")
-    parser.add_argument("--repeats", type=int, default=4, help="needles for every length and depth")
-    parser.add_argument(
-        "--ruler", nargs="+", default=[], metavar="TASK", help="tasks of RULER, too, by lm-eval"
-    )
-    parser.add_argument("--samples", type=int, default=20, help="texts of a task and a length")
-    parser.add_argument(
-        "--dtype", type=dtype_named, default="auto", choices=["auto", "float32", "bfloat16"]
-    )
-    parser.add_argument("--name", help="what to call the model; default: its path")
-    parser.add_argument("--output", type=Path, help="JSON file; others' results in it stay")
-    parser.add_argument("--plot", type=Path, help="picture of all results in --output")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run the model's own code")
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     if args.plot and not args.output:
         raise UserError("--plot draws what --output holds: give both")
     for name in ("windows", "repeats", "samples"):
@@ -135,6 +111,35 @@ def main(argv: Sequence[str] | None = None) -> None:
             replace_file(args.plot, picture(results, args.plot))
 
 
+def _parser() -> Parser:
+    parser = Parser(prog="longctx eval", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", help="folder or hub id")
+    parser.add_argument("--eval_file", nargs="+", required=True, help="files, folders or globs")
+    parser.add_argument(
+        "--seq_len", type=token_count, default=32768, help=f"tokens in a window, {LENGTH}"
+    )
+    parser.add_argument(
+        "--rope_scaling",
+        default="none",
+        choices=["none", "yarn", "linear"],
+        help="as in a run, for a model that was not trained to --seq_len; none extrapolates",
+    )
+    parser.add_argument("--windows", type=int, default=16, help="windows for the loss, at most")
+    parser.add_argument("--repeats", type=int, default=4, help="needles for every length and depth")
+    parser.add_argument(
+        "--ruler", nargs="+", default=[], metavar="TASK", help="tasks of RULER, too, by lm-eval"
+    )
+    parser.add_argument("--samples", type=int, default=20, help="texts of a task and a length")
+    parser.add_argument(
+        "--dtype", type=dtype_named, default="auto", choices=["auto", "float32", "bfloat16"]
+    )
+    parser.add_argument("--name", help="what to call the model; default: its path")
+    parser.add_argument("--output", type=Path, help="JSON file; others' results in it stay")
+    parser.add_argument("--plot", type=Path, help="picture of all results in --output")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the model's own code")
+    return parser
+
+
 def evaluate(
     model_args: ModelArguments,
     eval_files: list[str],
@@ -142,7 +147,7 @@ def evaluate(
     repeats: int,
     asked: Ruler,
 ) -> Result:
-    """Both measures of a model on held-out text, and the tasks of RULER that are asked for.
+    """Returns both measures of a model on held-out text, and the tasks of RULER that are asked for.
 
     Raises UserError if no document has `seq_len` tokens.
     """
@@ -175,8 +180,8 @@ def evaluate(
 def cut_windows(
     files: list[str], tokenizer: PreTrainedTokenizerBase, seq_len: int, windows: int
 ) -> list[np.ndarray]:
-    """At most `windows` stretches of seq_len tokens, each of one document: the first of every
-    document before the second of any."""
+    """Returns at most `windows` stretches of seq_len tokens, each of one document: the first of
+    every document before the second of any."""
     documents = [d for d in read_documents(find_files(files, tell=say)) if d.kind == "text"]
     for document in [d for d in documents if d.unread][:1]:
         say(unread_line(document.where, document.unread))
@@ -197,7 +202,8 @@ def cut_windows(
 
 @torch.no_grad()
 def token_losses(model: PreTrainedModel, input_ids: Tensor) -> Tensor:  # (1, S) -> (S - 1,) fp32
-    """The loss of every token but the first, with logits of LOGIT_TOKENS tokens at a time."""
+    """Returns the loss of every token but the first, with logits of LOGIT_TOKENS tokens at a
+    time."""
     hidden = _hidden(model, input_ids)[0, :-1]
     head = model.get_output_embeddings()
     losses = [
@@ -212,7 +218,7 @@ def token_losses(model: PreTrainedModel, input_ids: Tensor) -> Tensor:  # (1, S)
 def loss_by_position(
     model: PreTrainedModel, texts: list[np.ndarray], device: torch.device
 ) -> list[Result]:
-    """One line a bucket: mean loss over windows, and the standard error of that mean."""
+    """Returns one line a bucket: mean loss over windows, and the standard error of that mean."""
     losses = torch.stack([token_losses(model, _batch(text, device)).cpu() for text in texts])
     seq_len = len(texts[0])
     edges = [0, seq_len // 16, seq_len // 4, seq_len // 2, seq_len]
@@ -235,7 +241,7 @@ def find_needles(
     repeats: int,
     device: torch.device,
 ) -> list[Result]:
-    """One line for every length and depth: the share of needles found."""
+    """Returns one line for every length and depth: the share of needles found."""
     found: dict[tuple[int, float], list[bool]] = {}
     for needle in needles(texts, tokenizer, lengths=lengths, repeats=repeats):
         input_ids = _batch(needle.input_ids, device)
@@ -251,12 +257,12 @@ def find_needles(
 
 
 def score(result: Result) -> float:
-    """The share of all needles that were found."""
+    """Returns the share of all needles that were found."""
     return float(np.mean([line["found"] for line in result["needles"]]))
 
 
 def summary(result: Result) -> str:
-    """A few lines for people."""
+    """Returns a few lines for people."""
     lines = [
         f"{printable(result['name'])}: {many(result['windows'], 'window')} of "
         f"{result['seq_len']} tokens",
@@ -289,7 +295,7 @@ def beyond_positions(result: Result) -> Iterator[str]:
 
 
 def read_others(path: Path, name: str) -> list[Result]:
-    """The results in a file, if there is one yet, but those of this name.
+    """Returns the results in a file, if there is one yet, but those of this name.
 
     Raises UserError for another file.
     """
@@ -325,8 +331,8 @@ def check_picture(path: Path, others: list[Result], inputs: Sequence[Path]) -> N
 
 
 def picture(results: Sequence[Result], path: Path) -> bytes:
-    """In the format that the path's ending names. Raises UserError for results, as another version
-    may have written them, that cannot be drawn."""
+    """Returns the picture in the format that the path's ending names. Raises UserError for results,
+    as another version may have written them, that cannot be drawn."""
     file = io.BytesIO()
     try:
         kind = path.suffix[1:].lower()

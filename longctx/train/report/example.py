@@ -30,7 +30,7 @@ from longctx.constants import IGNORE_INDEX
 from longctx.errors import printable
 from longctx.train.data.reading.groups import SIDE_NAMES, Rows
 
-STRETCH = 600
+STRETCH = 600  # characters, which a terminal shows in some eight lines
 TRAINED, CONTEXT, EDGE = "bold green", "dim", "cyan"
 
 

@@ -49,7 +49,7 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What was found on this machine."""
+    """The facts found on this machine."""
 
     gpu: Gpu | None = None
     has_card: bool = False
@@ -237,7 +237,8 @@ LINK = "link, each way of both at once"
 
 
 def rates(facts: Facts) -> list[Rate]:
-    """Measured, beside the profile's; the GPU's alone where nothing was measured: none."""
+    """Returns the rates that were measured with those of the profile; nothing if none were
+    measured."""
     measured, profile = facts.measured, facts.profile
     if measured is None:
         return []

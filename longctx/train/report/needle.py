@@ -41,7 +41,8 @@ def needles(
     repeats: int,
     seed: int = 0,
 ) -> Iterator[Needle]:
-    """`repeats` needles for every length and depth. Raises UserError for a length too short."""
+    """Yields `repeats` needles for every length and depth. Raises UserError for a length too
+    short."""
     rng = np.random.default_rng(seed)
     for tokens in lengths:
         for depth in DEPTHS:

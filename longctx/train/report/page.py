@@ -42,7 +42,8 @@ _FACTS = _JINJA.from_string("""\
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot that draws into files. Raises UserError where it is not installed."""
+    """Returns matplotlib.pyplot set to draw into files. Raises UserError where it is not
+    installed."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:
@@ -62,8 +63,8 @@ def pyplot() -> Any:
 
 
 def legend_name(name: str) -> str:
-    """A stranger's name as a curve's label: matplotlib leaves those that begin with `_` out of the
-    legend."""
+    """Returns a stranger's name as a curve's label: matplotlib leaves those that begin with `_` out
+    of the legend."""
     return printable(f" {name}" if name.startswith("_") else name)
 
 
@@ -80,7 +81,8 @@ def code(text: str) -> Markup:
 
 
 def facts(found: Iterable[tuple[str, Any]]) -> Markup:
-    """Names with their values, which may be long: a narrow page shows one above the other."""
+    """Returns names with their values, which may be long: a narrow page shows one above the
+    other."""
     return Markup(_FACTS.render(facts=list(found), shown=_shown))
 
 
@@ -99,8 +101,8 @@ LEAST_SCALE = 0.7
 
 
 def figure(drawn: Any, caption: str) -> Markup:
-    """A matplotlib figure as inline SVG, on the page's own background. The caption also salts the
-    SVG's ids, which would otherwise clash between two figures of a page."""
+    """Returns a matplotlib figure as inline SVG, on the page's own background. The caption also
+    salts the SVG's ids, which would otherwise clash between two figures of a page."""
     import matplotlib
 
     text = io.StringIO()
@@ -118,7 +120,7 @@ def figure(drawn: Any, caption: str) -> Markup:
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None = None) -> Markup:
-    """One line a row; a missing value is an empty cell. Columns: all keys, as they come."""
+    """Returns one line a row; a missing value is an empty cell. Columns: all keys, as they come."""
     rows = list(rows)
     if columns is None:
         columns = list(dict.fromkeys(key for row in rows for key in row))
@@ -144,7 +146,8 @@ def _shown(value: Any) -> str:
 
 
 def with_ending(output: Path, ending: str) -> Path:
-    """OUTPUT with an ending; `with_suffix` would take the `.1-8b` of a model's name for one."""
+    """Returns OUTPUT with an ending; `with_suffix` would take the `.1-8b` of a model's name for
+    one."""
     return output.with_name(output.name + ending)
 
 

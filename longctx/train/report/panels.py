@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from longctx.train.report.page import legend_name, pyplot
-from longctx.train.report.runs import Run
+from longctx.train.report.runs import LoggedRun
 
 PANELS: dict[str, tuple[str, dict[str, str]]] = {
     "Loss": ("loss", {"loss": "training", "eval_loss": "evaluation"}),
@@ -74,8 +74,8 @@ FEW = 60
 """Points that are marked one by one: a curve of one point would not be seen."""
 
 
-def draw_all(runs: Sequence[Run]) -> Iterator[tuple[Any, str]]:
-    """The panels for which some run logged a number, each with its caption."""
+def draw_all(runs: Sequence[LoggedRun]) -> Iterator[tuple[Any, str]]:
+    """Yields the panels for which some run logged a number, each with its caption."""
     for title, (unit, keys) in PANELS.items():
         drawn = draw(runs, unit, keys)
         if drawn is not None:
@@ -83,8 +83,8 @@ def draw_all(runs: Sequence[Run]) -> Iterator[tuple[Any, str]]:
             yield drawn, f"{title} by step" + f", {what}" * (what != title.lower())
 
 
-def draw(runs: Sequence[Run], unit: str, keys: dict[str, str]) -> Any | None:
-    """One panel, or None where no run logged any of its keys."""
+def draw(runs: Sequence[LoggedRun], unit: str, keys: dict[str, str]) -> Any | None:
+    """Returns one panel, or None where no run logged any of its keys."""
     found = [
         (run, name, points)
         for run in runs
@@ -116,7 +116,7 @@ def draw(runs: Sequence[Run], unit: str, keys: dict[str, str]) -> Any | None:
     return drawn
 
 
-def _label(runs: Sequence[Run], kinds: Sequence[str], run: Run, name: str) -> str:
+def _label(runs: Sequence[LoggedRun], kinds: Sequence[str], run: LoggedRun, name: str) -> str:
     if len(runs) == 1:
         return name
     return legend_name(run.name if len(kinds) == 1 else f"{run.name}, {name}")

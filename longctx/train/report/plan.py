@@ -3,10 +3,10 @@
     longctx plan --preset llama-3.1-8b --seq_len 65536 --gpu rtx-4090 --host_memory_gib 128 --sweep
     longctx plan --config recipes/llama-3.2-1b_32k.yaml
 
-takes train.py's flags and recipes. Arithmetic alone (longctx/train/plan): no GPU is needed, no
-weight and no text is read; with --class_type any this machine's GPU runs a layer of each kind. Runs
-in bfloat16, under any engine, on --gpus GPUs of one host. Without --gpu the machine is this one,
-whose rates are measured once, in about ten seconds, and kept (longctx doctor); with it
+takes the flags and recipes of `longctx train`. Arithmetic alone (longctx/train/plan): no GPU is
+needed, no weight and no text is read; with --class_type any this machine's GPU runs a layer of each
+kind. Runs in bfloat16, under any engine, on --gpus GPUs of one host. Without --gpu the machine is
+this one, whose rates are measured once, in about ten seconds, and kept (longctx doctor); with it
 `--host_memory_gib` is the memory that machine's host has free (default: what is free here). Ends
 with status 1 where the run does not fit.
 """
@@ -33,8 +33,9 @@ from longctx.ranges import COUNT
 from longctx.train.options.written import LENGTH, token_count
 from longctx.train.plan.changes import Change, changes
 from longctx.train.plan.measure import gpu_here, this_machine
-from longctx.train.plan.predict import Plan, Run, Subject, longest, plan
+from longctx.train.plan.predict import Plan, longest, plan
 from longctx.train.plan.shortage import Shortage, shortage
+from longctx.train.plan.subject import PlannedRun, Subject
 from longctx.train.program import Parser
 from longctx.train.report.plan_numbers import Answer, as_json
 from longctx.train.report.plan_page import write_html
@@ -63,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not (model_args.model_name_or_path or model_args.preset):
         raise UserError("name the model to plan for: --model_name_or_path, --preset or --config")
     if train_args.plan:
-        raise UserError("--plan is train.py's, which runs what --json writes here: leave it out")
+        raise UserError(
+            "--plan is longctx train's, which runs what --json writes here: leave it out"
+        )
     check_known(model_args, train_args)
     check_dtype(model_args)
     with redirect_stdout(sys.stderr):  # what RoPE does beyond the model's positions
@@ -73,21 +76,34 @@ def main(argv: Sequence[str] | None = None) -> None:
         subject = Subject(config, model_args, None if args.gpu else _gpu_here())
     machine = machine_named(args.gpu) if args.gpu else this_machine()
     run = run_of(model_args, train_args, engine, args.gpus, args.document_tokens)
-    if declined := subject.declined(run):
-        print(printable(declined), file=sys.stderr)
-    if subject.packed:
-        name = model_args.model_name_or_path
-        print(
-            printable(f"{name} is in {subject.packed}: planned dense, as it is read"),
-            file=sys.stderr,
-        )
-    for line in unplanned(train_args, args.answer_tokens):
-        print(printable(line), file=sys.stderr)
+    declined = subject.declined(run)
+    packed = subject.packed and (
+        f"{model_args.model_name_or_path} is in {subject.packed}: planned dense, as it is read"
+    )
+    for line in (declined, packed, *unplanned(train_args, args.answer_tokens)):
+        if line:
+            print(printable(line), file=sys.stderr)
     run = with_answers(run, args.answer_tokens)
     run = with_images(run, config, args.images, data_args.image_pixels)
+    result = as_json(_answer(args, subject, run, machine, train_args.max_steps))
+    if args.json:
+        print(json.dumps(result, indent=1))
+    else:
+        show(result)
+    if args.html:
+        write_html(args.html, result)
+        print(printable(f"wrote {args.html}"), file=sys.stderr)
+    if not result["fits"]:
+        sys.exit(1)
+
+
+def _answer(
+    args: Namespace, subject: Subject, run: PlannedRun, machine: Machine, max_steps: int
+) -> Answer:
+    """Plans the run, with what lacks and ways out if it does not fit, and what else is asked."""
     host = host_share_bytes()
-    if args.gpu and model_args.host_memory_gib is not None:
-        host = int(model_args.host_memory_gib * GIB)
+    if args.gpu and run.model.host_memory_gib is not None:
+        host = int(run.model.host_memory_gib * GIB)
     planned = plan(subject, run, machine, host)
     lacks: Shortage | None = None
     found: list[Change] = []
@@ -95,9 +111,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         lacks = shortage(subject, planned, host)
         found = changes(subject, run, machine, host, host_grows=bool(args.gpu))
     data_tokens = args.data_tokens
-    if data_tokens is None and train_args.max_steps > 0:
-        data_tokens = train_args.max_steps * planned.step_tokens
-    answer = Answer(
+    if data_tokens is None and max_steps > 0:
+        data_tokens = max_steps * planned.step_tokens
+    return Answer(
         plan=planned,
         host_bytes=host,
         shortage=lacks,
@@ -106,19 +122,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         less_memory=less_memory(subject, planned, host) if planned.fits else [],
         data_tokens=data_tokens,
     )
-    result = as_json(answer)
-    if args.json:
-        print(json.dumps(result, indent=1))
-    else:
-        show(result)
-    if args.html:
-        write_html(args.html, result)
-        print(printable(f"wrote {args.html}"), file=sys.stderr)
-    if not planned.fits:
-        sys.exit(1)
 
 
 def _parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
+    """Returns this command's options and the flags of the run. Raises UserError."""
+    args, flags = _parser().parse_known_args(argv)
+    if args.html:
+        check_writable(args.html)
+    for name in ("images", "document_tokens", "answer_tokens"):
+        value = getattr(args, name)
+        if value is not None and (problem := COUNT.problem(value)):
+            raise UserError(f"--{name} must be {problem}, got {value}")
+    _count_gpus(args)
+    return args, flags
+
+
+def _parser() -> Parser:
     parser = Parser(
         prog="longctx plan",
         usage="longctx plan [--gpu NAME] [--sweep] [--json] [--html FILE] [OPTIONS of train]",
@@ -160,15 +179,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
     parser.add_argument(
         "--html", type=Path, help="write a page with every buffer, as bars and tables"
     )
-    args, flags = parser.parse_known_args(argv)
-    if args.html:
-        check_writable(args.html)
-    for name in ("images", "document_tokens", "answer_tokens"):
-        value = getattr(args, name)
-        if value is not None and (problem := COUNT.problem(value)):
-            raise UserError(f"--{name} must be {problem}, got {value}")
-    _count_gpus(args)
-    return args, flags
+    return parser
 
 
 def _count_gpus(args: Namespace) -> None:
@@ -212,9 +223,9 @@ def less_memory(subject: Subject, planned: Plan, host: int) -> list[Plan]:
     return [found for found in tried if found.fits]
 
 
-def sweep(subject: Subject, run: Run, machine: Machine, host: int) -> list[Plan]:
-    """Lengths that fit, each twice the one before, and the longest. Each has room for the row's
-    images."""
+def sweep(subject: Subject, run: PlannedRun, machine: Machine, host: int) -> list[Plan]:
+    """Returns the lengths that fit, each twice the one before, and the longest. Each has room for
+    the row's images."""
     last = longest(subject, run, machine, host)
     if last is None:
         return []

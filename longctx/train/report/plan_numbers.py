@@ -10,12 +10,13 @@ from longctx.constants import GIB
 from longctx.cost.images import Images
 from longctx.cost.kept import describe
 from longctx.cost.machines import Machine
-from longctx.cost.peak import peak
+from longctx.cost.peak import Phase, peak
 from longctx.loop.states import describe_states
 from longctx.train.plan.changes import Change
-from longctx.train.plan.given import written
-from longctx.train.plan.predict import DTYPE, Plan
+from longctx.train.plan.predict import Plan
 from longctx.train.plan.shortage import Shortage, held_on_host
+from longctx.train.plan.subject import DTYPE
+from longctx.train.plan.written_plan import plan_as_json
 
 DAY = 24 * 60 * 60
 
@@ -72,23 +73,35 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "kept": _kept(planned),
         "graphs_gib": _gib(decision.chosen.graph_bytes),
         "no_graphs": decision.chosen.no_graphs,
-        "phases": [
-            {"phase": phase.name, "gib": _gib(phase.nbytes), "buffers": _gibs(phase.buffers)}
-            for phase in planned.phases
-        ],
+        "phases": [*map(_phase, planned.phases)],
     }
     if planned.unknown is None:
         seconds = {name: round(s, 4) for name, s in planned.seconds._asdict().items()}
         result |= {"link_s": seconds.pop("link"), "parts_s": seconds}
     if fits and run.exact and engine is None and run.gpus == 1:
-        result["plan"] = written(planned)
+        result["plan"] = plan_as_json(planned)
     if planned.images is not None:
         result["images"] = _images(planned, planned.images)
-    if answer.data_tokens and planned.unknown is None:
-        days = answer.data_tokens / planned.tokens_per_s / DAY
-        low, high = (times * days for times in machine.spread)
-        result |= {"data_tokens": answer.data_tokens, "days": days}
-        result |= {"days_low": low, "days_high": high}
+    return result | _days(answer, planned) | _others(answer)
+
+
+def _days(answer: Answer, planned: Plan) -> dict[str, Any]:
+    """Returns how long all data takes; nothing if that is unknown."""
+    if not answer.data_tokens or planned.unknown is not None:
+        return {}
+    days = answer.data_tokens / planned.tokens_per_s / DAY
+    low, high = (times * days for times in planned.machine.spread)
+    return {
+        "data_tokens": answer.data_tokens,
+        "days": days,
+        "days_low": low,
+        "days_high": high,
+    }
+
+
+def _others(answer: Answer) -> dict[str, Any]:
+    """Returns the figures of the other plans that were asked for, or that show a way out."""
+    result: dict[str, Any] = {}
     if answer.changes:
         result["changes"] = [{"flags": flags, **_short(change)} for flags, change in answer.changes]
     if answer.less_memory:
@@ -99,6 +112,10 @@ def as_json(answer: Answer) -> dict[str, Any]:
     if answer.sweep:
         result["sweep"] = [{**_short(other), "kept": _kept(other)} for other in answer.sweep]
     return result
+
+
+def _phase(phase: Phase) -> dict[str, Any]:
+    return {"phase": phase.name, "gib": _gib(phase.nbytes), "buffers": _gibs(phase.buffers)}
 
 
 def _shortage(lacks: Shortage | None) -> dict[str, Any] | None:
@@ -113,7 +130,7 @@ def _shortage(lacks: Shortage | None) -> dict[str, Any] | None:
 
 
 def _images(planned: Plan, images: Images) -> dict[str, Any]:
-    """The images of each row, and what they take."""
+    """Returns the images of each row, and what they take."""
     image = images.image
     return {
         "in_a_row": planned.run.images,
@@ -149,7 +166,7 @@ def _states(planned: Plan) -> str:
 
 
 def _layers(planned: Plan) -> str:
-    """How it is known what a layer takes."""
+    """Returns whether the cost of layers is counted, measured or unknown."""
     if planned.unknown is not None:
         return "unknown"
     return "measured" if planned.sizes.kinds[0].measured else "counted"
@@ -170,7 +187,7 @@ def _rates(machine: Machine) -> str:
 
 
 def _short(planned: Plan) -> dict[str, Any]:
-    """Returns a plan's figures, without seconds that nobody knows."""
+    """Returns a plan's figures; without seconds if these are unknown."""
     least, most = planned.machine.spread
     found = {
         "seq_len": planned.run.model.seq_len,

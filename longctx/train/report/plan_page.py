@@ -47,7 +47,7 @@ def write_html(path: Path, result: dict[str, Any]) -> None:
 
 
 def _phases(result: dict[str, Any]) -> Any:
-    """A stacked bar a phase, and the limit."""
+    """Returns a stacked bar a phase, and the limit."""
     plt = pyplot()
     phases = result["phases"]
     drawn, axes = plt.subplots(figsize=(9, 4))

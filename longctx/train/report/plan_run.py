@@ -1,4 +1,5 @@
-"""From a run's options to the `Run` that is planned: what no plan knows is refused or reported."""
+"""From a run's options to the `PlannedRun` that is planned: what no plan knows is refused or
+reported."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from longctx.errors import UserError
 from longctx.families.attention_names import HF_ATTENTION
 from longctx.images.image_sizes import KINDS, image_of
 from longctx.train.engines import Engine
-from longctx.train.engines.rows import groups_of, ulysses
+from longctx.train.engines.row_sharing import groups_of, ulysses
 from longctx.train.options.config import ModelArguments, TrainArguments
 from longctx.train.options.exact_states import uses_exact_states
-from longctx.train.options.pixels import pixels_of
-from longctx.train.plan.predict import DTYPE, Run
+from longctx.train.options.written import pixels_of
+from longctx.train.plan.subject import DTYPE, PlannedRun
 
 MOST_GPUS = 1024
 MOST_TOKENS, MOST_ROWS = 1 << 34, 1 << 20
@@ -56,7 +57,7 @@ def run_of(
     engine: Engine,
     gpus: int,
     document_tokens: int | None = None,
-) -> Run:
+) -> PlannedRun:
     """Raises UserError for GPUs that cannot do it together, and what of them no plan knows."""
     ranks, exact = args.sequence_parallel_size, uses_exact_states(args, DTYPE)
     patched = model_args.schedules
@@ -79,7 +80,7 @@ def run_of(
             "the plan knows several GPUs without an engine with exact states: leave out "
             "--optimizer_states as_weights and --optim"
         )
-    return Run(
+    return PlannedRun(
         model=model_args,
         place=args.place,
         gpu_memory_gib=args.gpu_memory_gib,
@@ -105,7 +106,7 @@ def unplanned(args: Any, answer_tokens: int | None) -> Iterator[str]:
         )
 
 
-def with_images(run: Run, config: Any, count: int | None, pixels: str | None) -> Run:
+def with_images(run: PlannedRun, config: Any, count: int | None, pixels: str | None) -> PlannedRun:
     """Returns the run of rows that have `count` images each, of the size in --image_pixels.
     `config` is the model's. Raises UserError for images that the model does not see, or that a row
     has no room for."""
@@ -134,7 +135,7 @@ def with_images(run: Run, config: Any, count: int | None, pixels: str | None) ->
     return run
 
 
-def with_answers(run: Run, answer_tokens: int | None) -> Run:
+def with_answers(run: PlannedRun, answer_tokens: int | None) -> PlannedRun:
     """Returns the run of rows that are a prompt with two answers of so many tokens.
 
     Attention of a row costs P^2 + 2 ((P + A)^2 - P^2) in units of which a document of L tokens

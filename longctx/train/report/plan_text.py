@@ -28,9 +28,9 @@ PARTS = {
 }
 """The parts of a step's seconds, in words."""
 OF_SOME = ("layers", "images")
-"""Those that not every step has."""
+"""Names of times that not every step has."""
 Lines = list[tuple[str, str]]
-"""What it is, and its value."""
+"""Lines of a plan: what each is, and its value."""
 
 
 def show(result: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def show_short(result: dict[str, Any]) -> None:
-    """The figures alone, as a run shows them before it starts."""
+    """Prints the figures alone, as a run shows them before it starts."""
     console = Console()
     console.width = min(console.width, WIDEST)
     console.print(Text(printable(title_of(result)), style="bold"))
@@ -148,7 +148,7 @@ def _while_read(result: dict[str, Any]) -> str:
 
 
 def _range(row: dict[str, Any], key: str) -> str:
-    """One figure where rates were measured, else two; none where nobody knows."""
+    """Returns one figure if rates were measured, else two; none if it is unknown."""
     if f"{key}_low" not in row:
         return "?"
     ends = dict.fromkeys(_figure(row[f"{key}_{end}"]) for end in ("low", "high"))
@@ -209,7 +209,7 @@ the engine's name."""
 
 
 def bars(result: dict[str, Any], console: Console) -> list[Text]:
-    """The GPU at its peak, and the host where anything waits there."""
+    """Returns bars of the GPU at its peak, and of the host if anything waits there."""
     peak = result["peak"]
     limit, free = result["gpu_limit_gib"], result["host_free_gib"]
     lines: list[str | Text] = ["", f"GPU memory at its peak ({peak['phase']}), of {limit:.1f} GiB"]
@@ -221,7 +221,7 @@ def bars(result: dict[str, Any], console: Console) -> list[Text]:
 
 
 def bar(holds: dict[str, float], there: float, console: Console) -> list[Text]:
-    """A line of blocks, or of letters where there are no colours, and its legend."""
+    """Returns a line of blocks, or of letters where there are no colours, and its legend."""
     taken = sum(holds.values())
     whole, width = max(taken, there, 1e-9), console.width
     if there > taken:
@@ -254,8 +254,8 @@ def ways_out(result: dict[str, Any], console: Console) -> Table | Text:
 
 
 def _rows(title: str, rows: list[dict[str, Any]], console: Console) -> Table | Text:
-    """A table, in which an option stays in one line with its values, or a list of lines where the
-    terminal is too narrow for it."""
+    """Returns a table, in which an option stays in one line with its values, or a list of lines
+    where the terminal is too narrow for it."""
     flags = [printable(row.get("flags", "")) for row in rows]
     unbounded = console.options.update_width(10 * WIDEST)
     left = console.width - console.measure(_table(title, rows, []), options=unbounded).maximum - 2
@@ -268,7 +268,7 @@ def _rows(title: str, rows: list[dict[str, Any]], console: Console) -> Table | T
 
 
 def _broken(flags: str, width: int) -> str:
-    """Flags with a line end before each option that does not fit behind those before it."""
+    """Returns flags with a line end before each option that does not fit behind those before it."""
     lines = [""]
     for option in re.split(r" (?=--)", flags):
         if lines[-1] and len(lines[-1]) + 1 + len(option) > width:
@@ -315,7 +315,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _grid(lines: Lines, console: Console, colour: str = "") -> Table:
-    """`colour` is the first line's."""
+    """Returns lines as a grid; `colour` is that of the first line."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, min_width=NAMES)
     grid.add_column(overflow="fold")

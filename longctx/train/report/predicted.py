@@ -1,11 +1,11 @@
-"""train.py's own plan: made and shown before weights are read, compared when training is over.
+"""The plan of `longctx train`: printed before weights are read, and compared with what was measured
+when training is over.
 
-A run that cannot fit ends here, in one line with the flags that would make it fit. Nothing of it
-changes where a run puts its bytes: that is decided when the model is there (loop/states.py), by the
-same function and mostly the same numbers. Predicted are runs of class_type custom and any in
-bfloat16, of
-any engine, on the GPUs of one host whose rates are known; a line says why another is not. Bytes are
-those of one process.
+A run that cannot fit ends here, in one line with the flags that would make it fit. The plan does
+not change where a run puts its bytes: that is decided when the model is there (loop/states.py), by
+the same function and mostly the same numbers. The plan covers runs of class_type custom and any in
+bfloat16, of any engine, on the GPUs of one host whose rates are known; a line says why another run
+is not covered. Bytes are those of one process.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 
 from longctx.any_model.runtime import any_part, any_runtime_of
 from longctx.constants import GIB
+from longctx.cost.fitted import PROCESS_BYTES
 from longctx.cost.kept import Ladder
 from longctx.cost.machines import Machine
 from longctx.cost.peak import peak
@@ -32,14 +33,15 @@ from longctx.images.room_for_images import USUAL, SeenTokens
 from longctx.loop.metrics import peak_memory
 from longctx.memory.machine import held_host_bytes, host_share_bytes
 from longctx.memory.place import Place
-from longctx.train.data.rows import as_arrays
+from longctx.train.data.pack.batches import as_arrays
 from longctx.train.engines import Engine, choose_engine
 from longctx.train.options.config import ModelArguments, TrainArguments
 from longctx.train.plan.changes import changes
-from longctx.train.plan.given import read_given
 from longctx.train.plan.measure import known_machine
-from longctx.train.plan.predict import PROCESS_BYTES, Plan, Subject, plan
+from longctx.train.plan.predict import Plan, plan
 from longctx.train.plan.shortage import shortage
+from longctx.train.plan.subject import Subject
+from longctx.train.plan.written_plan import read_given
 from longctx.train.report.plan_numbers import Answer, as_json
 from longctx.train.report.plan_run import check_known, run_of
 from longctx.train.report.plan_text import show_short
@@ -56,8 +58,8 @@ OFF = 0.05
 def foresee(
     model_args: ModelArguments, args: TrainArguments, config: PretrainedConfig, engine: Engine
 ) -> Foreseen | None:
-    """None where nothing is predicted; on a GPU a line says why. Raises UserError for a run that
-    does not fit, and for a `--plan` of another run."""
+    """Plans the run and returns its plan; None if nothing is predicted, and on a GPU a line says
+    why. Raises UserError for a run that does not fit, and for a `--plan` of another run."""
     config = copy.deepcopy(config)  # a model writes its dtype there
     if args.plan:
         check_given(args.plan, model_args, args, config)
@@ -103,7 +105,7 @@ def check_given(
 
 
 def why_unknown(model_args: ModelArguments, args: TrainArguments, engine: Engine) -> str | None:
-    """Why such a run is not predicted, in a few words."""
+    """Returns as a short reason why such a run is not predicted; None if it is."""
     if args.world_size > (torch.cuda.device_count() or args.world_size):
         return "only runs on one host are"
     if model_args.class_type not in ("custom", "any"):
@@ -166,8 +168,8 @@ class Foreseen:
         raise UserError(f"this run does not fit: {problem}; {fix}")
 
     def show(self, rows: Any, seen: SeenTokens | None = None) -> None:
-        """The table, with documents as long as those of the data, and as many images. A line says
-        if a `--plan` has fewer."""
+        """Prints the table, with documents as long as those of the data, and as many images. A line
+        says if a `--plan` has fewer."""
         if seen is not None and self.args.plan:
             if line := read_given(self.args.plan).fewer_images(seen.most):
                 print_rank0(line)
@@ -190,7 +192,8 @@ class Foreseen:
         return int(self.args.num_train_epochs * len(rows)) * self.planned.run.model.seq_len
 
     def compare(self, trainer: Any, first_step: int) -> None:
-        """Logs predicted beside measured, of the steps after `first_step`, and says what is off."""
+        """Logs predicted and measured figures of the steps after `first_step`, and says which
+        differ."""
         ladder = _ladder(trainer)
         places = [block.place for block in trainer.exact.stream.blocks] if trainer.exact else None
         measured = measure(trainer, first_step)
@@ -204,14 +207,14 @@ class Foreseen:
 
 
 def equal_tokens(positions: np.ndarray) -> float:
-    """Of documents of one length whose attention costs as much: sum L^2 / sum L, by the formula of
-    loop/metrics.py."""
+    """Returns the length of equal documents whose attention costs as much: sum L^2 / sum L, by the
+    formula of loop/metrics.py."""
     return float((2.0 * positions + 1).mean())
 
 
 def document_tokens(rows: Any) -> int | None:
-    """The same of some rows of the data, evenly chosen; None for a stream, of which nobody has read
-    any."""
+    """Returns the length of equal documents whose attention costs as much as that of some rows of
+    the data, evenly chosen; None for a stream, which is not read yet."""
     if not isinstance(rows, Sized):
         return None
     array: Any = as_arrays(rows)  # type: ignore[arg-type]
@@ -220,10 +223,10 @@ def document_tokens(rows: Any) -> int | None:
     return max(1, round(statistics.mean(found)))
 
 
-# --- predicted beside measured ---------------------------------------------------------------
+# --- predicted and measured ------------------------------------------------------------------
 
 
-class Part(NamedTuple):
+class PlanPart(NamedTuple):
     key: str
     what: str
     unit: str
@@ -246,7 +249,8 @@ class Part(NamedTuple):
 
 
 def measure(trainer: Any, first_step: int) -> dict[str, float]:
-    """Returns what a finished run took, by `Part`'s keys. A run's first logged step compiles."""
+    """Returns what a finished run took, by `PlanPart`'s keys. A run's first logged step
+    compiles."""
     memory = peak_memory(trainer.args.device)
     held = held_host_bytes() / trainer.args.world_size
     found = {"gpu_gib": memory.get("peak_gpu_gib", 0.0), "host_gib": held / GIB}
@@ -267,14 +271,14 @@ def as_planned(planned: Plan, ladder: Ladder, places: list[Place] | None) -> boo
     decision = planned.decision
     same = places is None or places == [*decision.places]
     if planned.sizes.class_type not in ("custom", "any"):
-        return same  # Hugging Face's layers keep their inputs, in nobody's store
+        return same  # Hugging Face's layers keep their inputs, and no store has them
     return same and tuple(ladder) == tuple(decision.kept.ladder)
 
 
 _EXTRAPOLATED = "layers were measured at two lengths, and memory is what is promised of them"
 
 
-def compare(planned: Plan, measured: dict[str, float], as_planned: bool) -> list[Part]:
+def compare(planned: Plan, measured: dict[str, float], as_planned: bool) -> list[PlanPart]:
     most, seconds = peak(planned.phases), planned.seconds
     largest = max(most.buffers, key=lambda name: most.buffers[name])
     parts = ("products", "attention", "memory", "layers", "waits")
@@ -305,18 +309,18 @@ def compare(planned: Plan, measured: dict[str, float], as_planned: bool) -> list
         ("step_s", "a step", "s", seconds.step, 0.01),
     )
     return [
-        Part(key, what, unit, predicted, measured[key], least, whys[key])
+        PlanPart(key, what, unit, predicted, measured[key], least, whys[key])
         for key, what, unit, predicted, least in rows
         if measured.get(key)
     ]
 
 
-def lines(found: list[Part]) -> list[str]:
+def lines(found: list[PlanPart]) -> list[str]:
     """Returns lines: one of all parts, and one for each that is off."""
-    beside = ", ".join(
+    both = ", ".join(
         f"{p.what} {p.predicted:.3g} and {p.measured:.3g} {p.unit} ({p.error:+.1%})" for p in found
     )
     return [
-        f"predicted and measured: {beside}",
+        f"predicted and measured: {both}",
         *(f"{p.what}: the plan is off by {abs(p.error):.0%}: {p.why}" for p in found if p.is_off),
     ]

@@ -34,7 +34,7 @@ from longctx.train.report.page import (
     write_page,
 )
 from longctx.train.report.panels import PANELS, draw_all
-from longctx.train.report.runs import Run, metrics_path, moved, read_runs
+from longctx.train.report.runs import LoggedRun, loss_change, metrics_path, read_runs
 from longctx.train.safety.writing import check_writable
 
 MOST_LINES = 2000
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(printable(f"wrote {output}"))
 
 
-def write_report(runs: Sequence[Run], output: Path) -> None:
+def write_report(runs: Sequence[LoggedRun], output: Path) -> None:
     """Raises UserError."""
     alone = len(runs) == 1
     title = f"Run {runs[0].name}" if alone else many(len(runs), "run")
@@ -93,7 +93,7 @@ def write_report(runs: Sequence[Run], output: Path) -> None:
     write_page(output, title, parts)
 
 
-def described(run: Run) -> list[tuple[str, Any]]:
+def described(run: LoggedRun) -> list[tuple[str, Any]]:
     """Says what ran, where and when, as far as the run's files tell."""
     found: list[tuple[str, Any]] = [("model", _model(run)), ("task", run.get("task"))]
     found += [("data", _data(run, "train")), ("evaluation data", _data(run, "eval"))]
@@ -108,7 +108,7 @@ def described(run: Run) -> list[tuple[str, Any]]:
     return [(name, shortened(str(value))) for name, value in found if value]
 
 
-def _model(run: Run) -> str | None:
+def _model(run: LoggedRun) -> str | None:
     name = run.get("model", "name") or run.get("model", "preset")
     if not name:
         return None
@@ -124,7 +124,7 @@ def _model(run: Run) -> str | None:
     return ", ".join(said)
 
 
-def _data(run: Run, part: str) -> str | None:
+def _data(run: LoggedRun, part: str) -> str | None:
     files, dataset = run.get("data", part, "files"), run.get("data", part, "dataset")
     counts = run.get("data", part, "counts")
     said = [dataset] if dataset else files if isinstance(files, list) else []
@@ -133,8 +133,8 @@ def _data(run: Run, part: str) -> str | None:
     return ", ".join(map(str, said)) or None
 
 
-def started(run: Run) -> list[str]:
-    """The commands that started and resumed the run, each with its date."""
+def started(run: LoggedRun) -> list[str]:
+    """Returns the commands that started and resumed the run, each with its date."""
     starts = run.get("starts")
     parts: list[str] = []
     for start in starts if isinstance(starts, list) else []:
@@ -146,7 +146,7 @@ def started(run: Run) -> list[str]:
 
 
 def _command(text: Any) -> str:
-    """A command with an option a line, as a shell takes it."""
+    """Returns a command with an option a line, as a shell takes it."""
     try:
         words = shlex.split(str(text))
     except ValueError:
@@ -159,12 +159,12 @@ def _command(text: Any) -> str:
     return " \\\n  ".join(" ".join(group) for group in groups)
 
 
-def summary(run: Run) -> list[tuple[str, Any]]:
+def summary(run: LoggedRun) -> list[tuple[str, Any]]:
     """Answers what a person asks first: how the loss moved, how fast, how much memory."""
     rows: list[tuple[str, Any]] = [("last step", run.lines[-1]["step"])]
     for key, name in LOSSES.items():
         if values := run.values(key):
-            rows.append((name, moved(values)))
+            rows.append((name, loss_change(values)))
             if bad := sum(not math.isfinite(value) for value in values):
                 rows.append((f"{name}: steps not finite", bad))
     for key, name in (("tokens_per_s", "tokens/s"), ("step_s", "s a step"), ("mfu", "MFU")):
@@ -176,8 +176,8 @@ def summary(run: Run) -> list[tuple[str, Any]]:
     return rows
 
 
-def compared(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A line a run: where its loss ended, how fast it was, what it took."""
+def compared(runs: Sequence[LoggedRun]) -> list[dict[str, Any]]:
+    """Returns a line a run: where its loss ended, how fast it was, what it took."""
     rows = []
     for run in runs:
         row: dict[str, Any] = {"run": run.name, "steps": run.lines[-1]["step"]}
@@ -196,9 +196,9 @@ def compared(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return [{name: row.get(name) for name in columns} for row in rows]
 
 
-def _different(runs: Sequence[Run]) -> list[str]:
-    """The options in which the runs differ. An option that a run does not name has its default; of
-    an earlier version's run it is not known."""
+def _different(runs: Sequence[LoggedRun]) -> list[str]:
+    """Returns the options in which the runs differ. An option that a run does not name has its
+    default; of an earlier version's run it is not known."""
     names = dict.fromkeys(name for run in runs for name in run.options if name not in NOT_COMPARED)
     rows = []
     for name in names:
@@ -213,13 +213,13 @@ def _different(runs: Sequence[Run]) -> list[str]:
     return [heading("Options that differ"), table(rows, columns), empty]
 
 
-def _shown(run: Run, name: str) -> str | None:
+def _shown(run: LoggedRun, name: str) -> str | None:
     value = run.options.get(name)
     words = map(str, value) if isinstance(value, list) else [str(value)]
     return None if value is None else shortened(", ".join(words), 120)
 
 
-def _lines(run: Run, title: str) -> list[str]:
+def _lines(run: LoggedRun, title: str) -> list[str]:
     logged = [line for line in run.lines if "loss" in line]
     if not logged:
         return []

@@ -26,7 +26,7 @@ LARGEST_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class LoggedRun:
     """One run, as its folder says."""
 
     name: str
@@ -34,10 +34,10 @@ class Run:
     record: dict[str, Any]
     """The contents of run.json; empty without one."""
     options: dict[str, Any]
-    """Those that are known, by name."""
+    """The options that are known, by name."""
 
     def series(self, key: str) -> list[tuple[int, float]]:
-        """(step, value) of every line that has `key` as a number."""
+        """Returns (step, value) of every line that has `key` as a number."""
         return [
             (line["step"], float(line[key]))
             for line in self.lines
@@ -63,8 +63,9 @@ class Run:
         return max((int(x) for x in self.values("tokens") if math.isfinite(x)), default=None)
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """The runs of these folders or metrics files, each with a name of its own. Raises UserError."""
+def read_runs(paths: Sequence[Path]) -> list[LoggedRun]:
+    """Returns the runs of these folders or metrics files, each with a name of its own. Raises
+    UserError."""
     files = [metrics_path(path) for path in paths]
     names = [file.parent.resolve().name for file in files]
     if len({*names}) < len(names):
@@ -72,15 +73,15 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     return [_read(name, file) for name, file in zip(names, files, strict=True)]
 
 
-def _read(name: str, file: Path) -> Run:
+def _read(name: str, file: Path) -> LoggedRun:
     record = read_record(file.parent) or {}
     saved, options = dict(_defined(file.parent)), record.get("options")
     known = saved | (options if isinstance(options, dict) else {})
-    return Run(name=name, lines=read_metrics(file), record=record, options=known)
+    return LoggedRun(name=name, lines=read_metrics(file), record=record, options=known)
 
 
 def _defined(folder: Path) -> Iterator[tuple[str, Any]]:
-    """The options by which the newest thing that the run saved is defined."""
+    """Yields the options by which the newest thing that the run saved is defined."""
     for saved in [folder / FINAL, *reversed(checkpoints(folder))]:
         try:
             manifest = read_manifest(saved)
@@ -93,7 +94,7 @@ def _defined(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def metrics_path(run: Path) -> Path:
-    """The metrics file of a folder or file. Raises UserError that says what is missing."""
+    """Returns the metrics file of a folder or file. Raises UserError that says what is missing."""
     if os.path.isdir(run):  # False for a name too long, where Path.is_dir raises
         if not os.path.isfile(run / METRICS):
             raise UserError(
@@ -106,8 +107,8 @@ def metrics_path(run: Path) -> Path:
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """The logged lines in order. Half a line, as a kill or a full disk leaves, is left out and
-    said. Raises UserError for a file without any logged step."""
+    """Returns the logged lines in order. Half a line, as a kill or a full disk leaves, is left out
+    and said. Raises UserError for a file without any logged step."""
     try:
         if (size_bytes := path.stat().st_size) > LARGEST_BYTES:
             raise UserError(f"{path} has {size_bytes >> 20} MiB, which no run logs")
@@ -138,12 +139,13 @@ def read_metrics(path: Path) -> list[Line]:
     return lines
 
 
-def moved(losses: Sequence[float]) -> str:
-    """How a loss went, from its first value to its last; a single value went nowhere."""
+def loss_change(losses: Sequence[float]) -> str:
+    """Returns how a loss went, from its first value to its last, or its only value."""
     ends = losses if len(losses) < 2 else (losses[0], losses[-1])
     return " -> ".join(f"{loss:.4f}" for loss in ends)
 
 
 def _number(digits: str) -> int | float:
-    """An integer; beyond 64 bits a float, infinite if need be, as no figure can show more."""
+    """Returns an integer; beyond 64 bits a float, infinite if need be, as no figure can show
+    more."""
     return int(digits) if len(digits) < 20 else float(digits)

@@ -36,11 +36,11 @@ class Sample(NamedTuple):
 
 
 def sample(trainer: LongTrainer, rows: Any) -> Sample | None:
-    """A sample of the model that was trained, after the beginning of the first of `rows`; None
-    where these are a stream, where the task is not text, where an engine or several processes share
-    the model, where some of it is on the host, where the configuration asks for tuples (of which
-    transformers' causal models cannot make logits), and where it would take long: for a large model
-    on a CPU, and in Triton's interpreter."""
+    """Returns a sample of the model that was trained, after the beginning of the first of `rows`;
+    None where these are a stream, where the task is not text, where an engine or several processes
+    share the model, where some of it is on the host, where the configuration asks for tuples (of
+    which transformers' causal models cannot make logits), and where it would take long: for a large
+    model on a CPU, and in Triton's interpreter."""
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     tokenizer: Any = trainer.processing_class
     if trainer.args.task != "sft" or tokenizer is None or not isinstance(rows, Dataset):
@@ -67,8 +67,8 @@ def sample(trainer: LongTrainer, rows: Any) -> Sample | None:
 
 
 def prompt_of(row: Mapping[str, Any]) -> list[int]:
-    """The tokens of the row's first document that stand before those that are trained, or the
-    first of them where all are, or where too many stand before."""
+    """Returns the tokens of the row's first document that stand before those that are trained, or
+    the first of them where all are, or where too many stand before."""
     tokens, labels, positions = ([*map(int, row[name])] for name in TOKEN_COLUMNS)
     end = next((i for i, p in enumerate(positions) if i and p == 0), len(positions))
     labels = labels[:end]

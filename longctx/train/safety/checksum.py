@@ -1,7 +1,7 @@
 """64-bit xxHash of files, as fast as they can be read: 10 GB/s a thread from memory, else the disk.
 
-Damage is found with it (a flipped bit, half a write), not malice: whoever can change a file can
-change its checksum too.
+Damage is found with it (a flipped bit, half a write), not malice: who can change a file can change
+its checksum too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import xxhash
 from tqdm.auto import tqdm
 
 from longctx.errors import printable
-from longctx.train.safety.files import open_regular
+from longctx.train.safety.strange_files import open_regular
 
 READ_BYTES = 1 << 20  # 10.4 GB/s; 16 MiB blocks leave the processor's cache and give 4.1 GB/s
 PROGRESS_BYTES = 1 << 30
@@ -28,8 +28,8 @@ def checksum(path: Path) -> str:
 
 
 def checksums(paths: Sequence[Path], what: str) -> list[str]:
-    """Of each file, in hexadecimal; several are read at once. Raises OSError, also for what is no
-    regular file."""
+    """Returns the checksum of each file, in hexadecimal; several are read at once. Raises OSError,
+    also for what is no regular file."""
     total = sum(path.stat().st_size for path in paths)
     quiet, what = None if total > PROGRESS_BYTES else True, printable(what)
     with (

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from longctx.errors import UserError, one_line
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h, which Python does not name
 _LIBC = ctypes.CDLL(None)
 _binding: tuple[int, int] | None = None  # the process and the thread whose children are bound
 
@@ -52,7 +52,7 @@ def bound_children() -> Iterator[None]:
 @contextmanager
 def same_environ() -> Iterator[None]:
     """Afterwards `os.environ` is the object that it was. datasets puts a copy in its place when it
-    starts processes, and whoever holds the first one, as rich does, would see no later change."""
+    starts processes, and what holds the first one, as rich does, would see no later change."""
     environ = os.environ
     try:
         yield
@@ -76,8 +76,8 @@ class Unbounded(Exception):
 
 
 def in_child(work: Callable[[], Any], *, seconds: float, more_bytes: int) -> Any:
-    """What `work` returns (it must pickle), computed in a process of its own that may take so long
-    and so much memory more than it is born with. What it prints is lost.
+    """Returns what `work` returns (it must pickle), computed in a process of its own that may take
+    `seconds`, and `more_bytes` of memory more than it is born with. What it prints is lost.
 
     Raises Unbounded, the UserError that `work` raises, and RuntimeError with the line that any
     other error says.
@@ -110,7 +110,7 @@ def in_child(work: Callable[[], Any], *, seconds: float, more_bytes: int) -> Any
 def _answer(
     work: Callable[[], Any], connection: Connection, parent: int, more_bytes: int
 ) -> NoReturn:
-    """All that the child does."""
+    """Does the work in the child, and sends its answer."""
     try:
         die_with_parent(parent)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent decides
@@ -135,8 +135,8 @@ def _answer(
 
 
 def fork() -> int:
-    """Without the warning of tokenizers that their threads do not survive: the child has no use for
-    them."""
+    """Forks without the warning of tokenizers that their threads do not survive: the child has no
+    use for them."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ.setdefault(name, "true")
@@ -148,7 +148,7 @@ def fork() -> int:
 
 
 def limit_memory(more_bytes: int) -> None:
-    """This process may take so much more than it has."""
+    """Limits the memory of this process to `more_bytes` more than it has."""
     with suppress(OSError, ValueError):  # no /proc, or a lower limit from outside
         with open("/proc/self/statm") as file:
             size_bytes = int(file.read().split()[0]) * resource.getpagesize()

@@ -2,7 +2,7 @@
 
 A command looks before it works (`check_writable`) and replaces the file as a whole when it is done
 (`replace_file`). What stands there already is replaced only where this tool wrote it: what a
-mistyped name means (a recipe, weights, somebody's notes) stays. No link is followed, and no pipe or
+mistyped name means (a recipe, weights, a user's notes) stays. No link is followed, and no pipe or
 device is opened, also where one was put there in between.
 """
 
@@ -20,7 +20,8 @@ from longctx.errors import UserError
 MARK = b"made with longctx"
 """Every page and picture that we write contains this mark."""
 _BEGINNINGS = (b"<!DOCTYPE html>", b"\x89PNG", b"%PDF", b"<?xml")
-"""It also starts with one of these, so that a note that quotes the mark is not taken for ours."""
+"""Beginnings of longctx's own files: such a file has the mark and one of these, so that a note that
+quotes the mark is not taken for one."""
 _LARGEST_BYTES = 1 << 28
 """A larger file is taken for no page or picture of ours, and is not searched."""
 

@@ -1,4 +1,4 @@
-"""What a run does before its first step: options, model, data and the models beside it.
+"""What a run does before its first step: options, model, data, and reference or teacher models.
 
 What it leaves in its folder is longctx/train/output's.
 """

@@ -11,7 +11,7 @@ from typing import Any
 from longctx.families.adapters import adapts_experts, inside_peft
 from longctx.loop.collectives import whole_numel
 from longctx.train.options.config import DataArguments, ModelArguments, TrainArguments
-from longctx.train.options.limits import given
+from longctx.train.options.limits import non_defaults
 from longctx.train.output.definition import plain
 from longctx.train.output.public import hub_id
 from longctx.train.output.record import FORMAT, Record, machine, versions
@@ -36,9 +36,9 @@ def describe_run(
     counted: Mapping[str, Mapping[str, int]],
     step: int,
 ) -> Record:
-    """The record of a run that begins after `step` steps. `argv` are the words after the program's
-    name (None: the process's own), `model` is what trains, `counted` has the counts of
-    train/data/rows.py of "train" rows and, if there are any, of "eval" rows."""
+    """Returns the record of a run that begins after `step` steps. `argv` are the words after the
+    program's name (None: the process's own), `model` is what trains, `counted` has the counts of
+    train/data/row_report.py of "train" rows and, if there are any, of "eval" rows."""
     words = sys.argv[1:] if argv is None else argv
     start = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -97,12 +97,12 @@ def _data(
 
 
 def _options(*owners: Any) -> dict[str, Any]:
-    """The options that have other values than their defaults, and those of _ALWAYS. A default that
-    means no may have become another word for it."""
+    """Returns the options that have other values than their defaults, and those of _ALWAYS. A
+    default that means no may have become another word for it."""
     found = {
         name: getattr(owner, name) for owner in owners for name in _ALWAYS if name in vars(owner)
     }
     for owner in owners:
         defaults = vars(type(owner))
-        found |= {name: x for name, x in given(owner).items() if x or defaults.get(name)}
+        found |= {name: x for name, x in non_defaults(owner).items() if x or defaults.get(name)}
     return {name: plain(value) for name, value in found.items() if name not in _NOT_CHOSEN}

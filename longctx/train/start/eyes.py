@@ -12,10 +12,10 @@ from longctx.errors import UserError
 from longctx.families.vision import PREFIXES
 from longctx.images.image_fit import misfit, token_of
 from longctx.system import installed
+from longctx.train.data.packed_rows import Sight
 from longctx.train.data.reading.groups import SEEN_BY
-from longctx.train.data.rows import Sight
 from longctx.train.options.config import DataArguments, ModelArguments, TrainArguments
-from longctx.train.options.pixels import pixels_of
+from longctx.train.options.written import pixels_of
 from longctx.train.safety.processes import make_room_for_workers
 from longctx.train.tasks.protocol import Task
 

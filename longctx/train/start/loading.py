@@ -43,8 +43,8 @@ from longctx.system import installed
 from longctx.train.engines import Engine, Plain
 from longctx.train.loading.pretrained import read_config, read_model, unreadable
 from longctx.train.loading.quantised import note_preset
-from longctx.train.loading.weights import holds_nf4
-from longctx.train.lora.adapters import adapter_bytes, add_adapters, check_lora, check_peft
+from longctx.train.loading.weight_files import holds_nf4
+from longctx.train.lora.peft_adapters import adapter_bytes, add_adapters, check_lora, check_peft
 from longctx.train.lora.quantise import (
     check_experts,
     check_quantize,
@@ -55,8 +55,7 @@ from longctx.train.lora.quantise import (
     resting_place,
 )
 from longctx.train.options.config import ModelArguments
-from longctx.train.options.presets import PRESETS
-from longctx.train.options.source import ModelSource
+from longctx.train.options.source import PRESETS, ModelSource
 
 
 def load_config(
@@ -69,8 +68,8 @@ def load_config(
     frozen: bool = False,
     engine: Engine | None = None,
 ) -> PretrainedConfig:
-    """The model's configuration, checked against the run before any weight is touched; that of a
-    model of `rewards` if asked for.
+    """Returns the model's configuration, checked against the run before any weight is touched; that
+    of a model of `rewards` if asked for.
 
     `vocab_size` and `special_ids` (`bos_token_id`, ...) are the tokenizer's. A preset takes the
     latter and, if it has no vocabulary of its own (tiny), the former. `flag` named the model, which
@@ -92,6 +91,16 @@ def load_config(
     (as_reward_model if rewards else as_language_model)(config)
     set_dropout_(config, args.dropout)
     text = config.get_text_config() if sees_images(config) else config
+    _check_layers(args, config, text)
+    check_parts("--parts", args.patch_options, config)
+    _check_context(text, args, flag)
+    check_experts(args, config)
+    check_lora(args, config)
+    return config
+
+
+def _check_layers(args: ModelArguments, config: PretrainedConfig, text: PretrainedConfig) -> None:
+    """Raises UserError for a model whose layers, those of `text`, the class type cannot run."""
     known = text is config or config.model_type in PREFIXES
     if args.class_type == "custom" and not (known and family_of(text)):
         around = "" if text is config else f" around {text.model_type!r}"
@@ -106,11 +115,6 @@ def load_config(
             f"--head_groups {args.head_groups} must divide the model's {kv_heads(text)} key/value "
             "heads"
         )
-    check_parts("--parts", args.patch_options, config)
-    _check_context(text, args, flag)
-    check_experts(args, config)
-    check_lora(args, config)
-    return config
 
 
 def _preset_config(
@@ -152,7 +156,7 @@ def compute_dtype(args: ModelArguments, device: torch.device) -> torch.dtype:
 
 
 def weights_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.device) -> int:
-    """The size of the model's parameters, without making them; 0 for a class that is not
+    """Returns the size of the model's parameters, without making them; 0 for a class that is not
     transformers' own."""
     try:
         model = without_storage(config)
@@ -164,7 +168,7 @@ def weights_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.
 
 
 def saved_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.device) -> int:
-    """The size of the weights in a checkpoint: the model's, or its adapters'."""
+    """Returns the size of the weights in a checkpoint: the model's, or its adapters'."""
     if args.lora_r is not None:
         return adapter_bytes(args, config)
     return weights_bytes(args, config, device)
@@ -179,19 +183,47 @@ def load_model(
     role: str = "",
     sees: bool = False,
 ) -> PreTrainedModel:
-    """The model in `args.dtype`, patched as `args.class_type` says, in a PeftModel if it gets
-    adapters; prints what was patched, and the model's `role` if it is not the one that trains.
+    """Returns the model in `args.dtype`, patched as `args.class_type` says, in a PeftModel if it
+    gets adapters. Prints what was patched, and the model's `role` if it is not the one that trains.
     With `sees` it will be given images.
 
     Pretrained weights are read (under ZeRO-3 and FSDP2 the first process hands the others their
     parts); a preset's are random (seed them with `transformers.set_seed`).
     Raises UserError where a package, a GPU or a weight is missing.
     """
-    engine = engine or Plain()
     check_request(args, device)
     dtype = _dtype(args.dtype, device)
+    model = _with_weights(args, config, dtype, device, engine or Plain())
+    keep_layout_(model)
+    seeing = _train_towers(model, args, sees=sees)
+    if args.class_type != "any":  # whose patch does it
+        keep_documents_apart(model)
+    patched = patch_as(model, args.patch_options, device)
+    if args.schedules and not role:
+        foretell(model, lambda reason: is_dropout(config, reason))
+    line = (
+        f"{role and role + ', '}{args.class_type}: {type(model).__name__}, "
+        f"{counted(sum(map(whole_numel, model.parameters())))} parameters in "
+        f"{str(dtype).removeprefix('torch.')}; {patched}{seeing}"
+    )
+    if args.lora_r is not None:
+        model, adapters = add_adapters(model, args)
+        line += f"; {adapters}"
+    print_rank0(line)
+    return model
+
+
+def _with_weights(
+    args: ModelArguments,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    engine: Engine,
+) -> Any:
+    """Returns the model with its weights, random or read, in 4 bits if asked for."""
     attention = attention_name(args, config, device)
     rests = resting_place(args, config, dtype, device)
+    quantises = args.quantize != "none"
     if args.model_name_or_path is None or engine.fills_weights:
         with engine.random_weights(device, weights_bytes(args, config, device)):
             model = auto_class(config).from_config(
@@ -200,10 +232,9 @@ def load_model(
                 attn_implementation=attention,
                 trust_remote_code=args.trust_remote_code,
             )
-        quantises = args.quantize != "none"
     else:
         # bitsandbytes would quantise towers as well, and read them to the GPU.
-        quantises = args.quantize != "none" and config.model_type in PREFIXES
+        quantises &= config.model_type in PREFIXES
         more = {} if quantises else quantised_loading(args, dtype, device, config, rests)
         model = read_model(args.source, config, dtype=dtype, attention=attention, **more)
         if config.model_type in PREFIXES and hasattr(next(model.parameters()), "ds_id"):
@@ -216,31 +247,19 @@ def load_model(
         quantise_(model, device, rests)
     if rests != device:
         leave_waiting_(model, device)
-    keep_layout_(model)
-    seeing = ""
+    return model
+
+
+def _train_towers(model: Any, args: ModelArguments, *, sees: bool) -> str:
+    """Trains the vision towers if asked for, or freezes them. Returns what is said of them."""
     if sees:
         for _, tower in towers(model):
             tower.requires_grad_(args.train_vision)
-        seeing = f"; what sees images is {'trained, too' if args.train_vision else 'frozen'}"
-    elif any(towers(model)):
+        return f"; what sees images is {'trained, too' if args.train_vision else 'frozen'}"
+    if any(towers(model)):
         rest_(model)
-        seeing = "; what sees images stays in host memory, frozen"
-    if args.class_type != "any":  # whose patch does it
-        keep_documents_apart(model)
-    patched = patch_as(model, args.patch_options, device)
-    if args.schedules and not role:
-        foretell(model, lambda reason: is_dropout(config, reason))
-    line = (
-        f"{role and role + ', '}{args.class_type}: {type(model).__name__}, "
-        f"{counted(sum(map(whole_numel, model.parameters())))} parameters in "
-        f"{str(dtype).removeprefix('torch.')}; {patched}"
-    )
-    line += seeing
-    if args.lora_r is not None:
-        model, adapters = add_adapters(model, args)
-        line += f"; {adapters}"
-    print_rank0(line)
-    return model
+        return "; what sees images stays in host memory, frozen"
+    return ""
 
 
 def attention_name(
@@ -266,8 +285,8 @@ def _check_liger(args: ModelArguments, device: torch.device) -> None:
 
 
 def _hf_attention(args: ModelArguments, device: torch.device, config: Any = None) -> str | None:
-    """Hugging Face's name of the attention behind `--attn_backend`, for vanilla and liger; None for
-    Hugging Face's own choice."""
+    """Returns Hugging Face's name of the attention behind `--attn_backend`, for vanilla and liger;
+    None for Hugging Face's own choice."""
     backend: str = args.attn_backend
     if backend == "auto" or args.class_type == "any" and backend in OUR_ATTENTION:
         # Not fa4: transformers 5.17 hands flash-attn-4 a tensor as max_seqlen for packed rows,

@@ -70,5 +70,5 @@ def _optimizer_settings(args: TrainArguments) -> Any:
 
 
 def _word(choice: Any) -> str:
-    """A choice as it stands on the command line."""
+    """Returns a choice as it stands on the command line."""
     return str(getattr(choice, "value", choice))

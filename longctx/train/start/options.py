@@ -29,7 +29,7 @@ from longctx.train.options.config import (
     parse_flags,
 )
 from longctx.train.options.exact_states import uses_exact_states
-from longctx.train.options.limits import given, idle_options
+from longctx.train.options.limits import idle_options, non_defaults
 from longctx.train.safety.processes import make_room_for_workers
 from longctx.train.start.loading import compute_dtype
 
@@ -53,7 +53,7 @@ def parse_args(
             "evaluation runs once, when training is over; `--eval_strategy steps --eval_steps N` "
             "evaluates on the way"
         )
-    if args.task in _COMPARES and "learning_rate" not in given(args):
+    if args.task in _COMPARES and "learning_rate" not in non_defaults(args):
         print_rank0(
             f"--learning_rate {args.learning_rate:g} is transformers' default; that of TRL's "
             f"trainer for {args.task} is 1e-06"
@@ -73,8 +73,8 @@ _COMPARES = ("dpo", "kto", "orpo", "cpo", "simpo")
 def parse_planned(
     argv: Sequence[str],
 ) -> tuple[ModelArguments, DataArguments, TrainArguments, Engine]:
-    """The same for a run that is not started here, nor its engine: options are made as without one,
-    so that no process group is opened. Raises UserError."""
+    """Parses the options of a run that is not started here, nor its engine: they are made as
+    without an engine, so that no process group is opened. Raises UserError."""
     flags = parse_flags(argv)
     engine = choose_engine(flags)
     engine.read(flags)
@@ -175,22 +175,25 @@ def _batches(args: TrainArguments, kind: str, rows: Sized) -> int:
 
 
 _REHEARSED = ("optim", "adam_", "learning_rate", "weight_decay", "lr_scheduler", "warmup")
-"""How the names begin of options that optimizer and schedule are made by. With their defaults any
-number of steps has both."""
+"""Beginnings of the names of options by which optimizer and schedule are made. With their defaults
+any number of steps has both."""
 
 
 def rehearse(args: TrainArguments, steps: int) -> None:
     """Makes optimizer and schedule on trial where options ask for others than the defaults, whose
     `transformers.Trainer` nobody has to import then. Raises UserError for what would end the run
     when Trainer makes them."""
-    if any(name.startswith(_REHEARSED) and name != "optimizer_states" for name in given(args)):
+    if any(
+        name.startswith(_REHEARSED) and name != "optimizer_states" for name in non_defaults(args)
+    ):
         from longctx.train.start.optimization import try_optimization
 
         try_optimization(args, steps)
 
 
 def _with_dtype(model_args: ModelArguments, args: TrainArguments, engine: Engine) -> ModelArguments:
-    """Mixed precision decides the weights' dtype; a --dtype that contradicts it is refused."""
+    """Sets the weights' dtype, which mixed precision decides; a --dtype that contradicts it is
+    refused."""
     if model_args.dtype == "float16" and not engine.shards_states:
         raise UserError(
             "--dtype float16 would train in float16, where AdamW's eps of 1e-8 is 0 and a run "

@@ -31,15 +31,15 @@ from transformers import PretrainedConfig
 from longctx.errors import UserError
 from longctx.families.classes import without_storage
 from longctx.families.vision import joint_of
+from longctx.train.data.pack.batches import as_arrays
+from longctx.train.data.pack.batches import collate as collate_text
 from longctx.train.data.reading.picture_sources import Source
-from longctx.train.data.rows import as_arrays
-from longctx.train.data.rows import collate as collate_text
 
 Rows = Sequence[dict[str, Any]]
 
 
 class Batches(NamedTuple):
-    """How a run makes batches of its packed rows."""
+    """Functions by which a run makes batches of its packed rows."""
 
     collate: Callable[[Rows], dict[str, Tensor]]
     read: Callable[[str, Any], Any]
@@ -117,8 +117,8 @@ class PictureCollator:
     def _positions(
         self, batch: dict[str, Tensor], types: Tensor, grids: Tensor, counts: Sequence[int]
     ) -> Tensor:  # (4, B, S)
-        """Positions of text, then the three of RoPE. `counts` are the pictures of each document
-        that has some; with the answers that share it, a prompt is one."""
+        """Returns the positions of text, then the three of RoPE. `counts` are the pictures of each
+        document that has some; with the answers that share it, a prompt is one."""
         ids, apart = batch["input_ids"], batch["position_ids"]  # (B, S)
         found, given = apart.expand(4, *apart.shape).clone(), iter(grids.split([*counts]))
         for number, row in enumerate(apart):
@@ -133,8 +133,9 @@ class PictureCollator:
     def _of_document(
         self, ids: Tensor, types: Tensor, apart: Tensor, grids: Tensor
     ) -> Tensor:  # (n,), (n,), (n,), (images, 3) -> (3, n)
-        """The later answers to a prompt go on from it as the first one does, whose last token is
-        text: the distance of its positions from those of text is theirs."""
+        """Returns the positions of a document. The later answers to a prompt go on from it as the
+        first one does, whose last token is text: the distance of its positions from those of text
+        is theirs."""
         first = int((apart == torch.arange(len(apart))).sum())  # tokens to the first answer's end
         rope, _ = self._rope_index(
             input_ids=ids[None, :first],

@@ -26,7 +26,7 @@ _WANDB = ("WANDB_RUN_ID", "WANDB_RESUME")
 
 
 def tracked_name(args: TrainArguments, *, resumed: bool) -> str:
-    """The name that run.json gives a resumed run; a new one for any other."""
+    """Returns the name that run.json gives a resumed run; a new one for any other."""
     folder = Path(str(args.output_dir))
     known = (read_record(folder) or {}).get("tracked_as") if resumed else None
     if isinstance(known, str) and re.fullmatch(r"[\w.-]{1,128}", known, re.ASCII):

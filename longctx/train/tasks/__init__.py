@@ -16,7 +16,7 @@ TASKS = {
     "orpo": "longctx.train.tasks.pairs:ORPO",
     "cpo": "longctx.train.tasks.pairs:CPO",
     "simpo": "longctx.train.tasks.pairs:SimPO",
-    "kto": "longctx.train.tasks.kto:KTO",
+    "kto": "longctx.train.tasks.rated:KTO",
     "reward": "longctx.train.tasks.reward:Reward",
     "distill": "longctx.train.tasks.distill:Distill",
 }

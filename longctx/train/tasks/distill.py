@@ -13,8 +13,8 @@ from longctx.constants import IGNORE_INDEX
 from longctx.errors import UserError
 from longctx.families.families import head_of, logits_cap, logits_scaling
 from longctx.head.distillation import linear_jsd
-from longctx.train.tasks.answers import scored
-from longctx.train.tasks.protocol import Batch, Measured, Task, Values
+from longctx.train.tasks.answer_values import scored
+from longctx.train.tasks.protocol import Batch, Metric, Task, Values
 from longctx.train.tasks.scoring import Scoring, attach_scoring, logits_bytes
 
 
@@ -101,5 +101,5 @@ class Distill(Task):
         scoring = Divergence(predictors, theirs, self.teacher.model, self.options)
         losses = scored(model, batch, scoring)["divergence"]
         rows = predictors // S
-        metrics = {"divergence": Measured(losses.detach(), rows)}
+        metrics = {"divergence": Metric(losses.detach(), rows)}
         return Values(losses=losses, rows=rows, metrics=metrics)

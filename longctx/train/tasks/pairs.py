@@ -17,13 +17,13 @@ from longctx.errors import UserError
 from longctx.losses.loss_types import LOSS_TYPES
 from longctx.losses.preference import DPOOptions, dpo_loss
 from longctx.losses.without_reference import CPOOptions, cpo_loss, orpo_loss
-from longctx.train.tasks.answers import Tokens, answer_log_probs, summed_log_probs
+from longctx.train.tasks.answer_values import Tokens, answer_log_probs, summed_log_probs
 from longctx.train.tasks.collate import answers_collator
-from longctx.train.tasks.protocol import Batch, Measured, Task, Values
+from longctx.train.tasks.protocol import Batch, Metric, Task, Values
 from longctx.train.tasks.scoring import attach_scoring
 
 
-class Pairs(Task):
+class PairTask(Task):
     """The base class of tasks that train on pairs."""
 
     rows = "pairs"
@@ -53,11 +53,11 @@ class Pairs(Task):
             "logps/chosen": log_probs.detach()[0::2],
             "logps/rejected": log_probs.detach()[1::2],
         }
-        metrics = {name: Measured(values, rows) for name, values in found.items()}
+        metrics = {name: Metric(values, rows) for name, values in found.items()}
         return Values(losses=losses, rows=rows, metrics=metrics)
 
 
-class DPO(Pairs):
+class DPO(PairTask):
     """Direct preference optimisation (arXiv 2305.18290) with all of TRL's losses."""
 
     has_reference = True
@@ -91,7 +91,7 @@ class DPO(Pairs):
         return self.measured(batch, losses, log_probs, rewards)
 
 
-class ORPO(Pairs):
+class ORPO(PairTask):
     """Odds ratio preference optimisation (arXiv 2403.07691). As in TRL its cross-entropy is of all
     tokens of a prompt with its chosen answer."""
 
@@ -122,7 +122,7 @@ class ORPO(Pairs):
         return with_nll(values, nll)
 
 
-class CPO(Pairs):
+class CPO(PairTask):
     """Contrastive preference optimisation (arXiv 2401.08417), with the cross-entropy of the chosen
     answers."""
 
@@ -171,7 +171,7 @@ def with_nll(values: Values, nll: Tensor) -> Values:
     rows = values.rows
     return replace(
         values,
-        metrics={**values.metrics, "nll_loss": Measured(nll.detach().expand(len(rows)), rows)},
+        metrics={**values.metrics, "nll_loss": Metric(nll.detach().expand(len(rows)), rows)},
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longctx.attention.shards import Shards
 from longctx.errors import UserError
-from longctx.train.data.rows import collate
+from longctx.train.data.pack.batches import collate
 from longctx.train.options.task import TaskOptions
 
 Batch = dict[str, Tensor]
@@ -32,20 +32,20 @@ class Values:
 
     losses: Tensor  # (items,) fp32 or fp64, differentiable
     rows: Tensor  # (items,) int64: the row of the batch in which each is
-    metrics: dict[str, Measured] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Measured:
+class Metric:
     """A metric of some of a batch's items; its mean is logged."""
 
     values: Tensor  # (n,)
     rows: Tensor  # (n,) int64
 
-    def first(self, rows: int) -> Measured:
+    def first(self, rows: int) -> Metric:
         """Returns the values of a batch's first rows."""
         kept = self.rows < rows
-        return Measured(self.values[kept], self.rows[kept])
+        return Metric(self.values[kept], self.rows[kept])
 
 
 class Task:

@@ -45,13 +45,13 @@ PART_ROWS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class ReferencePass:
-    """How the log-probabilities of rows are computed, and where they are kept."""
+    """Computes the log-probabilities of rows, and keeps them in a file."""
 
     score: Callable[[Batch], Tensor]
     """A batch to the log-probability of each of its answers, (A,); runs without gradients."""
     collate: Callable[[Sequence[dict[str, Any]]], Batch]
     identity: Any
-    """Whatever the numbers depend on beside the rows, as JSON."""
+    """Whatever the numbers depend on besides the rows, as JSON."""
     read: Callable[[str, Dataset], Any] = lambda what, rows: rows.with_format("numpy")
     """Makes what `collate` gets rows from of a dataset, given what it is for."""
     sees: bool = False
@@ -116,8 +116,8 @@ class ReferencePass:
         return whole
 
     def _scored(self, rows: Any, chosen: range) -> list[list[float]]:
-        """The log-probabilities of some rows, which the processes share among them. All run as
-        often: engines gather weights together."""
+        """Returns the log-probabilities of some rows, which the processes share among them. All run
+        as often: engines gather weights together."""
         mine = [*chosen][self.rank :: self.ranks]
         times = -(-len(chosen) // self.ranks)
         found = []
@@ -139,7 +139,7 @@ class ReferencePass:
         return [everyone[number] for number in chosen]
 
     def _write(self, path: Path, found: Any) -> Dataset:
-        """The first process writes, the others wait and read."""
+        """Has the first process write, while the others wait, and returns what all read."""
         columns = ({REFERENCE: log_probs} for log_probs in found)
         if self.writes:
             written = write_arrow(path, FEATURES, columns)

@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from longctx.losses.reward import reward_loss
-from longctx.train.tasks.answers import own_predictors, scored, sum_of_ranks
-from longctx.train.tasks.pairs import Pairs
-from longctx.train.tasks.protocol import Batch, Measured, Values
+from longctx.train.tasks.answer_values import own_predictors, scored, sum_of_ranks
+from longctx.train.tasks.pairs import PairTask
+from longctx.train.tasks.protocol import Batch, Metric, Values
 from longctx.train.tasks.scoring import Rewards
 
 
-class Reward(Pairs):
+class Reward(PairTask):
     """The reward of an answer is one number, made by a head of the hidden state of its last
     token."""
 
@@ -32,7 +32,7 @@ class Reward(Pairs):
             "margin": (chosen - rejected).double(),
             "mean_reward": (chosen + rejected).double() / 2,
         }
-        metrics = {name: Measured(x.detach(), rows) for name, x in found.items()}
+        metrics = {name: Metric(x.detach(), rows) for name, x in found.items()}
         return Values(losses=losses, rows=rows, metrics=metrics)
 
     def _rewards(self, model: Any, batch: Batch) -> Tensor:  # (A,)

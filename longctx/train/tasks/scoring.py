@@ -33,8 +33,8 @@ UNSCORED = "_longctx_unscored"
 
 
 class Scoring:
-    """What is computed of some hidden states. It is no dataclass, which wrappers that cast tensors
-    would copy."""
+    """A function of some hidden states. It is no dataclass, which wrappers that cast tensors would
+    copy."""
 
     def __init__(self, predictors: Tensor) -> None:  # (N,) int64, into the flattened batch
         self.predictors = predictors
@@ -94,7 +94,7 @@ def attach_scoring(model: Any) -> None:
         raise UserError(not_known(type(inner).__name__, scored=True))
     head, own = _head(inner), vars(inner)
     if "forward" in vars(head) and not is_ours(head):
-        raise UserError(f"{_IMPOSSIBLE} a forward that somebody else put on the model's head")
+        raise UserError(f"{_IMPOSSIBLE} a forward that another library put on the model's head")
     head.forward = Forward(head, scoring_head_forward)
     if head is head_of(inner) and (reason := why_not_chunked(inner)):
         raise UserError(f"{_IMPOSSIBLE} {reason}")

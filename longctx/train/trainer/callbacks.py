@@ -49,7 +49,8 @@ class Reserve(TrainerCallback):
 
 
 class ReserveInputs(TrainerCallback):
-    """Does the same for the inputs of Hugging Face's layers, in any model that was patched so."""
+    """Makes room for the inputs of Hugging Face's layers before the first step, in a model patched
+    with class_type any."""
 
     def __init__(self, model: Any, tokens: int) -> None:
         self.model, self.tokens = model, tokens
@@ -66,7 +67,8 @@ class ReserveInputs(TrainerCallback):
 
 
 def _locked(nbytes: int, limit: int) -> str:
-    """What the plan says beforehand, of a host with other things in its memory now."""
+    """Returns the locked memory in words. The plan says it beforehand, of a host that has other
+    things in its memory now."""
     if not nbytes:
         return ""
     return f"; {nbytes / GIB:.1f} of {limit / GIB:.1f} GiB of host memory that a process may lock"
@@ -124,7 +126,7 @@ class MetricsFile(TrainerCallback):
 
 
 def _step(line: str) -> float:
-    """The step of a line of metrics.jsonl; beyond all steps for one that is damaged."""
+    """Returns the step of a line of metrics.jsonl; beyond all steps for one that is damaged."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, LookupError, TypeError):
@@ -151,7 +153,7 @@ class Reporter:
         self._said = False
 
     def write_to(self, folder: Path) -> None:
-        """Where TensorBoard's files go, if TENSORBOARD_LOGGING_DIR does not say it."""
+        """Sets where TensorBoard's files go, if TENSORBOARD_LOGGING_DIR does not say it."""
         if getattr(self._callback, "logging_dir", folder) is None:
             vars(self._callback)["logging_dir"] = str(folder)
 
@@ -196,7 +198,7 @@ def has_own(callback: Any, event: str) -> bool:
 
 
 def flush_before_others(handler: Any, flush: Callable[[], None]) -> None:
-    """Outstanding updates end before an event for which a callback that is neither transformers'
+    """Ends outstanding updates before an event for which a callback that is neither transformers'
     nor longctx's has a method: it may read weights, unless it says `reads_weights = False`."""
 
     def may_read(callback: Any, event: str) -> bool:
@@ -226,8 +228,8 @@ class Console(ProgressCallback):
 
 
 class Lines(TrainerCallback):
-    """Instead of the progress bar, where its redrawn line would fill a file: a line with the time
-    of day for each logged step."""
+    """Prints a line with the time of day for each logged step, instead of the progress bar, whose
+    redrawn line would fill a file."""
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kw: Any

@@ -1,5 +1,5 @@
 """Trainer with exact AdamW (longctx/memory): it is made where its states belong, saved and loaded
-block by block, and nobody sees an update that still waits for its block's next forward.
+block by block, and no reader sees an update that still waits for its block's next forward.
 
 Such an update ends, `flush`, before weights are saved or looked at as a whole, and before a
 callback that is neither transformers' nor longctx's (callbacks.py). A forward, of an evaluation
@@ -40,13 +40,13 @@ from longctx.train.output.resume import (
     explained_damage,
     require_whole_best,
 )
-from longctx.train.output.states import read_states, state_files, write_states
-from longctx.train.plan.given import read_given
+from longctx.train.output.state_files import read_states, state_files, write_states
+from longctx.train.plan.written_plan import read_given
 
 SHARD_BYTES = 4 * 10**9
 SCHEDULED = "longctx_groups"
-"""What schedulers change of the optimizer's groups, beside their state: they trust the optimizer's
-states to have it, which are written by weights."""
+"""The key of what schedulers change of the optimizer's groups besides their own state: they trust
+the optimizer's states to have it, which are written by weights."""
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -171,8 +171,8 @@ class ExactTrainer(Trainer):
             )
 
     def _keep_from_accelerate(self) -> None:
-        """Or it would bring all weights to the GPU, and DDP make a second copy of all gradients;
-        ours are averaged as they are taken."""
+        """Keeps the model from accelerate, which would bring all weights to the GPU, and from DDP,
+        which would make a second copy of all gradients; ours are averaged as they are taken."""
         if self.args.bf16 or self.args.torch_compile:
             raise UserError(
                 "--bf16 and --torch_compile wrap the model, which is impossible with exact states "
@@ -232,8 +232,8 @@ class ExactTrainer(Trainer):
 
     @overrides
     def _load_best_model(self) -> None:
-        """With its states: an update that waits, or the rest of another checkpoint's masters, would
-        change its weights."""
+        """Loads the best model with its states: an update that waits, or the rest of another
+        checkpoint's masters, would change its weights."""
         self.flush()
         best = Path(str(self.state.best_model_checkpoint))
         require_whole_best(best)

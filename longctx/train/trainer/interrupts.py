@@ -61,7 +61,7 @@ class Interrupts(TrainerCallback):
             control.should_training_stop = True
 
     def agree(self, device: Any) -> int:
-        """The signal that any process has received, or 0."""
+        """Returns the signal that any process has received, or 0."""
         self.stopped_by = all_reduce_max(self._received, device)
         return self.stopped_by
 

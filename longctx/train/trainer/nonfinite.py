@@ -33,7 +33,7 @@ from longctx.loop.collectives import any_rank, local_shard
 from longctx.runtime.runtime import patched_part
 from longctx.train.tasks.protocol import Task
 
-PATIENCE = 10
+PATIENCE = 10  # ten broken steps in a row are no chance: the run has diverged
 SHOWN_DOCUMENTS = 8
 Names = Callable[[list[int]], list[str]]
 Batch = dict[str, Tensor]  # input_ids, labels, position_ids, documents: (B, S)
@@ -50,7 +50,7 @@ class NonFinite:
     steps_itself: bool = False
     """The engine's optimizer runs in backward (DeepSpeed): nothing can be skipped or run again."""
     task: Task | None = None
-    """What is trained for; None: the model's own loss."""
+    """The task of the run; None for the model's own loss."""
     _in_a_row: int = 0
     _batches: list[Batch] = field(default_factory=list)
     _losses: list[Tensor] = field(default_factory=list)
@@ -130,8 +130,8 @@ def explain(
     broken: Callable[[], str | None] | None = None,
     task: Task | None = None,
 ) -> str:
-    """Where the numbers went wrong, in one line. Every process must call it; gradients are lost.
-    `again`: backward may be run once more. `broken` names the first broken gradient instead.
+    """Returns where the numbers went wrong, in one line. Every process must call it; gradients are
+    lost. `again`: backward may be run once more. `broken` names the first broken gradient instead.
 
     Processes do the same work and share each finding: a sharded model runs in all or in none.
     """
@@ -160,7 +160,8 @@ def explain(
 
 
 def _apart(batch: Batch) -> list[Batch]:
-    """The rows of a batch. With images it stays whole, since nothing says which are whose."""
+    """Returns the rows of a batch. With images it stays whole, since nothing says which are
+    whose."""
     count = len(batch["input_ids"])
     if count == 1 or of_images(batch):
         return [batch]
@@ -173,7 +174,7 @@ def _broken_weight(model: nn.Module, *_: Any) -> str | None:
 
 
 def broken_weight(model: nn.Module) -> str | None:
-    """The first parameter that is not finite, as far as this process holds it."""
+    """Returns the first parameter that is not finite, as far as this process holds it."""
     # The norm, unlike isfinite, needs no memory of the weight's size.
     norms = {
         name: torch.linalg.vector_norm(shard.detach(), math.inf)
@@ -211,7 +212,7 @@ def _broken_gradient(
 def first_nonfinite(
     model: nn.Module, row: Batch, loss_of: Loss | None = None
 ) -> tuple[str, int | None] | None:
-    """The first module whose output is not finite for a row (1, S), and at which token.
+    """Returns the first module whose output is not finite for a row (1, S), and at which token.
 
     `the loss` where only that is not finite; None where all is.
     """
@@ -268,7 +269,7 @@ def _shards(model: nn.Module) -> Shards | None:
 
 
 def _first_token(output: Tensor, tokens: int) -> int | None:
-    """The first token with a non-finite value, in an output (1, S, *) or (S, *)."""
+    """Returns the first token with a non-finite value, in an output (1, S, *) or (S, *)."""
     per_token = output[0] if output.dim() > 2 else output
     if len(per_token) != tokens:
         return None
@@ -277,7 +278,7 @@ def _first_token(output: Tensor, tokens: int) -> int | None:
 
 
 def _documents(rows: Sequence[Batch], token: int | None, names: Names) -> str:
-    """`at token 7 of a.txt` where the token is known, else `in rows of a.txt, b.txt`."""
+    """Returns `at token 7 of a.txt` if the token is known, else `in rows of a.txt, b.txt`."""
     if not rows:
         return "in rows that accelerate has cut"
     if not all("documents" in row for row in rows):
@@ -304,7 +305,7 @@ def _names_of(numbers: list[int], names: Names) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """Without what DDP and DeepSpeed put before a name."""
+    """Returns a name without what DDP and DeepSpeed put before it."""
     return name.removeprefix("module").removeprefix(".")
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ def explain(
     model_args: ModelArguments,
     snapshot: Path | None = None,
 ) -> list[str]:
-    """The message: lines as in the module's docstring."""
+    """Returns the message: lines as in the module's docstring."""
     text = str(error)
     held = holders(trainer)
     allocated_gib = _gib(_ALLOCATED, text)
@@ -140,8 +140,8 @@ def explain(
 
 
 def _activations_spared(trainer: LongTrainer) -> dict[str, int]:
-    """Bytes of the GPU by which layers would keep less, at most, of the longest batch so far: all
-    but the last on the host, and with less kept."""
+    """Returns the bytes of the GPU by which layers would keep less, at most, of the longest batch
+    so far: all but the last on the host, and with less kept."""
     patched: Any = patched_part(trainer.model)  # type: ignore[arg-type]
     runtime = patched.longctx
     tokens = runtime.reserved_tokens
@@ -198,7 +198,8 @@ _MODULES = {
 
 
 def phase_of(traceback: TracebackType | None) -> str:
-    """Phase and part of the step in which the error was raised, `backward, MLP of a layer`."""
+    """Returns phase and part of the step in which the error was raised, `backward, MLP of a
+    layer`."""
     phase, part = "forward", None
     while traceback is not None:
         frame = traceback.tb_frame
@@ -228,7 +229,8 @@ def _part(frame: FrameType) -> str | None:
 
 
 def holders(trainer: LongTrainer) -> dict[str, int]:
-    """Bytes on the run's device by what they are for, as far as tensors can be counted."""
+    """Returns the bytes on the run's device by what they are for, as far as tensors can be
+    counted."""
     device = trainer.args.device.type
     model: Any = trainer.model
     parameters = list(model.parameters())
@@ -269,51 +271,83 @@ def advice(
     model_args: ModelArguments,
     fragmented_gib: float | None = None,
 ) -> list[str]:
-    """Settings that would need less, with their saving where it is known; the largest first."""
-    args: Any = trainer.args
-    model: Any = trainer.model
-    config = model.config.get_text_config()
-    found: list[tuple[float, str]] = []
+    """Returns the settings that would need less, with their saving where it is known; the largest
+    first."""
+    found = [
+        *_of_allocator(fragmented_gib),
+        *_of_layers(trainer, model_args),
+        *_of_states(held, trainer, model_args),
+    ]
+    lines = [setting.line() for setting in sorted(found, key=lambda s: -(s.saved_bytes or 0))]
+    return [*lines, f"--seq_len below {model_args.seq_len}: last of all, for it changes the data"]
 
-    def add(setting: str, does: str, saved_bytes: float | None = None) -> None:
-        saved = "" if saved_bytes is None else f", about {saved_bytes / GIB:.2f} GiB less"
-        found.append((saved_bytes or 0, f"{setting}: {does}{saved}"))
 
+class _Setting(NamedTuple):
+    """A setting that would need less memory."""
+
+    words: str
+    """The setting, as it is written."""
+    does: str
+    saved_bytes: float | None = None
+    """The memory that it saves; None where that is unknown."""
+
+    def line(self) -> str:
+        bytes_ = self.saved_bytes
+        saved = "" if bytes_ is None else f", about {bytes_ / GIB:.2f} GiB less"
+        return f"{self.words}: {self.does}{saved}"
+
+
+def _of_allocator(fragmented_gib: float | None) -> Iterator[_Setting]:
     if fragmented_gib and fragmented_gib > 0.5:
-        add(
+        yield _Setting(
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (in the environment)",
             "what the allocator has reserved and cannot use is used",
             fragmented_gib * GIB,
         )
+
+
+def _of_layers(trainer: LongTrainer, model_args: ModelArguments) -> Iterator[_Setting]:
+    """Yields settings by which layers keep or hold less."""
     if not model_args.schedules:
         ours = "without --parts" if model_args.class_type == "custom" else "--class_type custom"
-        add(ours, "no logits as a whole, a layer's work in tiles")
-        if not args.gradient_checkpointing:
-            add("--gradient_checkpointing true", "a layer's activations are computed again")
+        yield _Setting(ours, "no logits as a whole, a layer's work in tiles")
+        if not trainer.args.gradient_checkpointing:
+            yield _Setting(
+                "--gradient_checkpointing true", "a layer's activations are computed again"
+            )
         elif model_args.offload_activations != "all":
-            add("--offload_activations all", "the layers' inputs wait in host memory")
-    else:
-        spares = _activations_spared(trainer)
-        if model_args.offload_activations != "all" and spares["host"]:
-            add("--offload_activations all", "kept activations wait in host memory", spares["host"])
-        if model_args.keep not in ("x", "o") and spares["o"]:
-            add("--keep o", "all but attention is computed again", spares["o"])
-        if model_args.keep != "x":
-            add("--keep x", "attention runs once more in backward", spares["x"] or None)
-        groups = config.num_key_value_heads
-        if model_args.head_groups != groups and groups > 1:
-            add(f"--head_groups {groups}", "q, k, v of one group of heads at a time")
-        if model_args.tile_tokens is None or model_args.tile_tokens > 2048:
-            add("--tile_tokens 2048", "the MLP in smaller tiles")
+            yield _Setting("--offload_activations all", "the layers' inputs wait in host memory")
+        return
+    spares = _activations_spared(trainer)
+    if model_args.offload_activations != "all" and spares["host"]:
+        waits = "kept activations wait in host memory"
+        yield _Setting("--offload_activations all", waits, spares["host"])
+    if model_args.keep not in ("x", "o") and spares["o"]:
+        yield _Setting("--keep o", "all but attention is computed again", spares["o"])
+    if model_args.keep != "x":
+        yield _Setting("--keep x", "attention runs once more in backward", spares["x"] or None)
+    model: Any = trainer.model
+    groups = model.config.get_text_config().num_key_value_heads
+    if model_args.head_groups != groups and groups > 1:
+        yield _Setting(f"--head_groups {groups}", "q, k, v of one group of heads at a time")
+    if model_args.tile_tokens is None or model_args.tile_tokens > 2048:
+        yield _Setting("--tile_tokens 2048", "the MLP in smaller tiles")
+
+
+def _of_states(
+    held: dict[str, int], trainer: LongTrainer, model_args: ModelArguments
+) -> Iterator[_Setting]:
+    """Yields settings by which weights, gradients and optimizer states take less of the GPU."""
     states = sum(held.get(name, 0) for name in ("weights", "gradients", "optimizer"))
-    if trainer.exact and args.place != "host":
-        what = "weights and states wait" if model_args.schedules else "states wait"
-        add("--place host, or a lower --gpu_memory_gib", f"{what} in host memory", states)
+    if trainer.exact and trainer.args.place != "host":
+        waits = f"{'weights and states' if model_args.schedules else 'states'} wait in host memory"
+        yield _Setting("--place host, or a lower --gpu_memory_gib", waits, states)
     elif not trainer.engine.shards_states and not trainer.exact:
-        add("--optimizer_states fp32 --place host", "states wait in host memory", states)
+        waits = "states wait in host memory"
+        yield _Setting("--optimizer_states fp32 --place host", waits, states)
     if model_args.dtype == "float32":
-        add("--dtype bfloat16", "weights, gradients and states of half the size", states / 2)
-    if args.per_device_train_batch_size > 1:
-        add("--per_device_train_batch_size 1", "with more --gradient_accumulation_steps")
-    lines = [line for _, line in sorted(found, key=lambda item: -item[0])]
-    return [*lines, f"--seq_len below {model_args.seq_len}: last of all, for it changes the data"]
+        half = "weights, gradients and states of half the size"
+        yield _Setting("--dtype bfloat16", half, states / 2)
+    if trainer.args.per_device_train_batch_size > 1:
+        more = "with more --gradient_accumulation_steps"
+        yield _Setting("--per_device_train_batch_size 1", more)

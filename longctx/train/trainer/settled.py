@@ -1,7 +1,7 @@
-"""Spares a step of Trainer its walks over the modules where nobody can have changed the model.
+"""Spares a step of Trainer its walks over the modules if nothing can have changed the model.
 
-Between two steps of a run run transformers, longctx, and callbacks. If no callback is of others,
-but for those that say `reads_weights = False`, and nothing was evaluated, saved or loaded since the
+Only transformers, longctx and callbacks run between two steps. If every callback is transformers'
+or longctx's, or says `reads_weights = False`, and nothing was evaluated, saved or loaded since the
 last step, then the model is what it was. In a step of short rows, for which the GPU waits, three
 walks over some thousand modules are left out then: setting them to training, dropping gradients,
 and looking whether the schedule still covers the model (runtime/graphs.py).
@@ -34,8 +34,8 @@ class Settled:
 
     @contextmanager
     def step(self, model: Any, runtime: Any) -> Iterator[None]:
-        """Within, a settled model stays as it is when it is set to training, and is not looked at
-        again."""
+        """Leaves a settled model as it is, within, when it is set to training, and does not look at
+        it again."""
         holds = self._holds and all(map(_leaves_alone, self._handler.callbacks))
         if not holds:
             self._parameters = [*model.parameters()]
@@ -54,7 +54,7 @@ class Settled:
 
     @contextmanager
     def training(self, model: Any) -> Iterator[None]:
-        """Within, gradients are dropped without a walk over the modules."""
+        """Drops gradients, within, without a walk over the modules."""
         vars(model)["zero_grad"] = ZeroGrad(self, model)
         try:
             yield

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from longctx.constants import IGNORE_INDEX
 from longctx.train.data.chat.ends import end_tokens
 from longctx.train.data.chat.rendering import ending_of
-from longctx.train.loading.stopping import name_ends
+from longctx.train.loading.stop_tokens import name_ends
 
 ROWS = 256
 """The rows that are looked at."""
@@ -30,8 +30,8 @@ OFTEN = 0.01
 
 
 def trained_ends(rows: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids of the end tokens with which trained spans of the first rows end, the most frequent
-    first. Rows without labels have none."""
+    """Returns the ids of the end tokens with which trained spans of the first rows end, the most
+    frequent first. Rows without labels have none."""
     template = tokenizer.chat_template
     texts = end_tokens(tokenizer, template if isinstance(template, str) else "").texts
     known = {tokenizer.convert_tokens_to_ids(text) for text in texts}
@@ -46,7 +46,7 @@ def trained_ends(rows: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def _first(rows: Any) -> Iterable[dict[str, Any]]:
     if isinstance(rows, Dataset) and rows.format["type"] != "custom":  # a transform may want all
-        # Columns of all rows at once: one by one, with columns that nobody reads, 256 rows take
+        # Columns of all rows at once: one by one, with columns that are not read, 256 rows take
         # half a second.
         columns = [name for name in rows.column_names if name in COLUMNS]
         shown = rows.select_columns(columns)[:ROWS]
@@ -57,7 +57,7 @@ def _first(rows: Any) -> Iterable[dict[str, Any]]:
 
 
 def _ends(row: dict[str, Any], known: set[Any]) -> Iterator[int]:
-    """The end token of each trained span that does not end where the row does, where a long
+    """Yields the end token of each trained span that does not end where the row does, where a long
     document may be cut. Answers that are compared have a line break behind it."""
     labels, positions = (np.asarray(row[name]) for name in ("labels", "position_ids"))
     if positions.ndim > 1:

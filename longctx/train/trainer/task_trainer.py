@@ -1,4 +1,4 @@
-"""Trainer whose loss is that of a task (longctx/train/tasks), beside the losses that models have.
+"""Trainer whose loss is that of a task (longctx/train/tasks), or the loss that the model has.
 
 A step's loss is the sum over its items (pairs, answers) by their number in the whole step, over
 all batches and processes: an item counts as much wherever it lies. TRL takes the mean of the
@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.train.tasks.protocol import Measured, Task
+from longctx.attention.shards import Shards
+from longctx.constants import IGNORE_INDEX
+from longctx.train.tasks.protocol import Metric, Task
 from longctx.train.trainer.exact import ExactTrainer, overrides
 from longctx.train.trainer.towers import Towers
 
@@ -27,7 +29,7 @@ class Tally:
     def __init__(self) -> None:
         self._found: dict[str, Tensor] = {}
 
-    def add(self, metrics: Mapping[str, Measured]) -> None:
+    def add(self, metrics: Mapping[str, Metric]) -> None:
         for name, measured in metrics.items():
             values = measured.values.detach().double()
             both = torch.stack([values.sum(), values.new_tensor(len(values))])
@@ -56,17 +58,22 @@ class TaskTrainer(ExactTrainer):
 
     towers: Towers
     """The frozen vision towers, which no engine and no DDP wraps with the model."""
+    shards: Shards | None = None
+    """The processes that share each row; None if each has rows of its own."""
 
     def __init__(self, *, model: Any, task: Task, **kwargs: Any) -> None:
         self.task, self.head_movable = task, not task.scores
         self.counted_task = task.options.task
         self.tally, self.eval_tally = Tally(), Tally()
+        self._evaluations: dict[int, dict[str, float]] = {}
+        """The metrics of each evaluation, by the step before it."""
         task.attach(model)
         super().__init__(model=model, **kwargs)
 
     @overrides
     def _prepare_for_training(self, max_steps: int, dataloader: Any, resume: str | None) -> Any:
-        """The engine has wrapped the model here, and nothing but `resume` has changed it."""
+        """Adds the reference's log-probabilities here, where the engine has wrapped the model and
+        nothing but `resume` has changed it."""
         with self.towers.wrapped():
             model, dataloader = super()._prepare_for_training(max_steps, dataloader, resume)
         if self.add_reference is not None:
@@ -76,14 +83,14 @@ class TaskTrainer(ExactTrainer):
 
     @overrides
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
-        """A task reads columns that no model takes."""
+        """Keeps all columns for a task, which reads columns that no model takes."""
         if self.task.scores:
             return dataset
         return super()._remove_unused_columns(dataset, description)
 
     @overrides
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """The items of a step's batches, over all processes."""
+        """Returns the items of a step's batches, over all processes."""
         if not self.task.scores:
             return super()._get_num_items_in_batch(batch_samples, device)
         counted = [self.task.items(batch) for batch in batch_samples]
@@ -108,8 +115,70 @@ class TaskTrainer(ExactTrainer):
         return (values.losses.sum() * ranks / items).float()
 
     def evaluated_values(self, model: Any, inputs: dict[str, Any], rows: int) -> Tensor:  # (2,)
-        """The sum of the losses of the batch's first rows, and the number of their items."""
+        """Returns the sum of the losses of the batch's first rows, and the number of their
+        items."""
         values = self.task.values(model, inputs)
         self.eval_tally.add({name: m.first(rows) for name, m in values.metrics.items()})
         losses = values.losses[values.rows < rows].double()
         return torch.stack([losses.sum(), losses.new_tensor(len(losses))])
+
+    @overrides
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates as Trainer does, but with the mean over all tokens as loss, on any number of
+        processes.
+
+        Trainer takes the mean of the rows' means, which weights a token of a short row more, and
+        differs with the number of processes.
+        """
+        self.evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        output = super().evaluation_loop(*args, **kwargs)
+        loss_sum, tokens = self.accelerator.reduce(self.evaluated, "sum").tolist()
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        assert output.metrics is not None
+        output.metrics[f"{prefix}_loss"] = loss_sum / max(tokens, 1)
+        found = self.eval_tally.read(self.accelerator)
+        output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
+        self._evaluations[self.state.global_step] = output.metrics
+        return output
+
+    def evaluate_final(self) -> dict[str, float]:
+        """Returns the evaluation of the weights that the run ends with. It is made unless the run
+        has evaluated after the step that made these weights."""
+        best = self.state.best_global_step if self.args.load_best_model_at_end else None
+        known = self._evaluations.get(self.state.global_step if best is None else best)
+        return self.evaluate() if known is None else known
+
+    @overrides
+    @torch.no_grad()
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None, None]:
+        inputs = self._prepare_inputs(inputs)
+        rows = self._own_rows(len(inputs["input_ids"]))
+        if self.task.scores:
+            found = self.evaluated_values(model, inputs, rows)
+            self.evaluated += found
+            return found[0] / found[1].clamp(min=1), None, None
+        labels = inputs["labels"]  # (B, S)
+        if rows < len(labels):
+            labels = inputs["labels"] = labels.clone()
+            labels[rows:] = IGNORE_INDEX
+        targets = labels[:, 1:]
+        if self.shards:
+            inputs["shift_labels"] = torch.nn.functional.pad(targets, (0, 1), value=IGNORE_INDEX)
+            inputs = self.shards.cut(inputs)
+            targets = inputs["shift_labels"]
+        loss_sum = model(**inputs, num_items_in_batch=1).loss
+        tokens = (targets != IGNORE_INDEX).sum()
+        self.evaluated += torch.stack([loss_sum.double(), tokens.double()])
+        return loss_sum / tokens.clamp(min=1), None, None
+
+    def _own_rows(self, rows: int) -> int:
+        """Returns how many of a batch's rows are there for the first time: at the end of the data
+        accelerate repeats rows, so that each process has as many."""
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return rows
+        ranks_a_row = self.shards.ranks if self.shards else 1
+        first = self.args.process_index // ranks_a_row * rows
+        return max(0, min(rows, state.remainder - first))

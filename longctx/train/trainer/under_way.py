@@ -32,7 +32,7 @@ class UnderWay:
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(wide.device))
         self.guard = (wide * 0.0).sum().float()  # ()
-        """On the device: 0 if all numbers are finite, else NaN."""
+        """A tensor on the device: 0 if all numbers are finite, else NaN."""
 
     def read(self) -> dict[str, list[float]]:
         """Waits until the numbers are here, and returns them."""

@@ -11,7 +11,7 @@ from paths import ROOT
 
 from longctx.errors import UserError
 from longctx.train import cli
-from longctx.train.commands import help as command
+from longctx.train.commands import help_pages as command
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 

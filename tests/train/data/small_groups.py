@@ -6,13 +6,13 @@ import numpy as np
 from hypothesis import strategies as st
 
 from longctx.train.data.pack.packing_groups import GroupStats, pack_groups
-from longctx.train.data.reading.groups import Group
+from longctx.train.data.reading.groups import AnswerGroup
 
 PAD = 0
 Row = dict[str, np.ndarray]
 
 
-def make_groups(shapes: list[list[int]], first_side: int = 0) -> list[Group]:
+def make_groups(shapes: list[list[int]], first_side: int = 0) -> list[AnswerGroup]:
     """A group for each [prompt, answer, ...] of lengths."""
     made, first_id = [], 1
     for record, lengths in enumerate(shapes):
@@ -22,17 +22,17 @@ def make_groups(shapes: list[list[int]], first_side: int = 0) -> list[Group]:
             first_id += length
         prompt, *answers = parts
         sides = tuple(range(first_side, first_side + len(answers)))
-        made.append(Group(prompt, tuple(answers), sides, record, margin=record / 2 or None))
+        made.append(AnswerGroup(prompt, tuple(answers), sides, record, margin=record / 2 or None))
     return made
 
 
 @st.composite
-def some_groups(draw: st.DrawFn, answers: tuple[int, int] = (1, 2)) -> list[Group]:
+def some_groups(draw: st.DrawFn, answers: tuple[int, int] = (1, 2)) -> list[AnswerGroup]:
     lengths = st.lists(st.integers(1, 25), min_size=1 + answers[0], max_size=1 + answers[1])
     return make_groups(draw(st.lists(lengths, min_size=1, max_size=20)))
 
 
-def packed(groups: list[Group], seq_len: int, **options) -> tuple[list[Row], GroupStats]:
+def packed(groups: list[AnswerGroup], seq_len: int, **options) -> tuple[list[Row], GroupStats]:
     stats = GroupStats()
     given = {"long_documents": "truncate", "pad_token_id": PAD, "where": "record {}".format}
     rows = list(pack_groups(groups, seq_len, stats=stats, **{**given, **options}))

@@ -29,7 +29,8 @@ from longctx.train.data.pack.cache import (
     tokenizer_identity,
     write_arrow,
 )
-from longctx.train.data.rows import _report, build_dataset
+from longctx.train.data.packed_rows import RowOptions, build_dataset
+from longctx.train.data.row_report import read_report
 from longctx.train.options.config import DataArguments
 from longctx.train.safety import checksum
 
@@ -235,7 +236,7 @@ def test_a_disk_without_locks_keeps_what_cannot_be_judged(tmp_path, monkeypatch)
 @pytest.mark.parametrize("text", ["[1]", '{"stats": {}}', '{"stats": {"no": 1}}', "null", "{"])
 def test_a_damaged_report_is_made_again(tmp_path, text):
     (tmp_path / "rows.json").write_text(text)
-    assert _report(tmp_path / "rows.json") is None
+    assert read_report(tmp_path / "rows.json") is None
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
@@ -329,10 +330,9 @@ def test_the_rows_of_this_format(tmp_path):
         for row in build_dataset(
             DataArguments(cache_dir=str(tmp_path / "cache"), long_documents=long_documents),
             tokenizer,
-            files=[str(tmp_path / "corpus.jsonl")],
-            seq_len=16,
-            vocab_size=len(WORDS),
-            seed=0,
+            RowOptions(
+                files=[str(tmp_path / "corpus.jsonl")], seq_len=16, vocab_size=len(WORDS), seed=0
+            ),
         )
     ]
     hashed = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()

@@ -12,7 +12,7 @@ from tokenizers import processors
 
 from longctx.errors import UserError
 from longctx.train.data.chat import rendering as chat
-from longctx.train.data.reading.groups import Group
+from longctx.train.data.reading.groups import AnswerGroup
 from longctx.train.data.reading.records import as_document
 from longctx.train.data.text.encoding_groups import cut_at_shared, encode_groups
 
@@ -33,7 +33,7 @@ REASONS = PLAIN_CHATML.replace(
 )
 
 
-def groups_of(records, rows="pairs", tokenizer=None, vocab_size=None) -> list[Group]:
+def groups_of(records, rows="pairs", tokenizer=None, vocab_size=None) -> list[AnswerGroup]:
     documents = [as_document(r, f"f:{i}", rows=rows) for i, r in enumerate(records, 1)]
     return encode_groups(documents, tokenizer or small_tokenizer(), vocab_size)
 

@@ -13,16 +13,12 @@ from datasets import Dataset
 from small_tokenizer import small_tokenizer
 
 from longctx.errors import UserError
-from longctx.train.data import rows as data
-from longctx.train.data.pack.batches import collate_separate, collate_shared
+from longctx.train.data import packed_rows as data
+from longctx.train.data.origins import check_sources, document_names
+from longctx.train.data.pack.batches import as_arrays, collate_separate, collate_shared
 from longctx.train.data.pack.cache import content_of
 from longctx.train.data.pack.packing_groups import GROUP_ROW_FEATURES
-from longctx.train.data.rows import (
-    as_arrays,
-    build_dataset,
-    check_sources,
-    document_names,
-)
+from longctx.train.data.packed_rows import RowOptions, build_dataset
 from longctx.train.data.text import tokens as tokenising
 from longctx.train.options.config import DataArguments
 
@@ -55,12 +51,14 @@ def build(tmp_path: Path):
         return build_dataset(
             args,
             small_tokenizer(),
-            files=None if files is None else [str(file) for file in files],
-            seq_len=seq_len,
-            vocab_size=None,
-            seed=seed,
-            rows=rows,
-            mismatched=mismatched,
+            RowOptions(
+                files=None if files is None else [str(file) for file in files],
+                seq_len=seq_len,
+                vocab_size=None,
+                seed=seed,
+                rows=rows,
+                mismatched=mismatched,
+            ),
         )
 
     return build
@@ -204,11 +202,7 @@ def test_a_template_that_renders_the_prompt_otherwise_is_said_once(build, tmp_pa
         build_dataset(
             DataArguments(cache_dir=str(tmp_path / "cache")),
             tokenizer,
-            files=[str(file)],
-            seq_len=128,
-            vocab_size=None,
-            seed=0,
-            rows="pairs",
+            RowOptions(files=[str(file)], seq_len=128, vocab_size=None, seed=0, rows="pairs"),
         )
         said = capsys.readouterr().out
         assert said.count("3 of 3 prompts are rendered differently by the chat template") == 1

@@ -12,7 +12,9 @@ from small_task import rated, write_jsonl
 from small_tokenizer import small_tokenizer
 
 from longctx.errors import UserError
-from longctx.train.data.rows import build_dataset, counts, document_names
+from longctx.train.data.origins import document_names
+from longctx.train.data.packed_rows import RowOptions, build_dataset
+from longctx.train.data.row_report import counts
 from longctx.train.options.config import DataArguments
 
 
@@ -36,7 +38,7 @@ def names(tmp_path: Path):
     def names(files: list[str] | None, seed: int = 0, held_out: bool = False, **options: Any):
         args = DataArguments(cache_dir=str(tmp_path / "cache"), train_file=files, **options)
         settings = dict(seq_len=32, vocab_size=None, seed=seed, held_out=held_out)
-        rows = build_dataset(args, small_tokenizer(), files=files, **settings)
+        rows = build_dataset(args, small_tokenizer(), RowOptions(files=files, **settings))
         named = document_names(args, files)
         packed = [name for row in rows for name in named(row["documents"])]
         return [Path(name).name for name in dict.fromkeys(packed)]
@@ -61,7 +63,7 @@ def test_the_first_rows_of_a_dataset(names, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "stream" / "train.jsonl", texts)
     args = DataArguments(dataset_name=str(tmp_path / "stream"), streaming=True, max_samples=3)
     settings = dict(files=None, seq_len=32, vocab_size=None, seed=0)
-    rows = build_dataset(args, small_tokenizer(), **settings)
+    rows = build_dataset(args, small_tokenizer(), RowOptions(**settings))
     assert {n for row in rows for n in row["documents"]} - {-1} == {0, 1, 2}
 
 
@@ -83,12 +85,14 @@ def test_what_is_held_out_is_said_and_counted(files, tmp_path: Path, capsys) -> 
         rows = build_dataset(
             args,
             small_tokenizer(),
-            files=files[5:],
-            seq_len=32,
-            vocab_size=None,
-            seed=0,
-            held_out=held_out,
-            evaluates=held_out,
+            RowOptions(
+                files=files[5:],
+                seq_len=32,
+                vocab_size=None,
+                seed=0,
+                held_out=held_out,
+                evaluates=held_out,
+            ),
         )
         found[held_out] = counts(rows)["documents"]
     assert found == {False: 8, True: 2}
@@ -105,7 +109,7 @@ def test_prompts_with_their_answers(tmp_path: Path) -> None:
     numbers = []
     for held_out in (False, True):
         rows = build_dataset(
-            args, small_tokenizer(), files=[str(data)], held_out=held_out, **settings
+            args, small_tokenizer(), RowOptions(files=[str(data)], held_out=held_out, **settings)
         )
         numbers.append({n for row in rows for n in row["documents"]})
     assert [len(part) for part in numbers] == [6, 2] and not numbers[0] & numbers[1]

@@ -20,7 +20,7 @@ from longctx.train.data.pack.packing_groups import (
     cut_group,
     with_mismatched,
 )
-from longctx.train.data.reading.groups import Group, columns_of, group_of
+from longctx.train.data.reading.groups import AnswerGroup, columns_of, group_of
 
 NAN = float("nan")
 
@@ -161,7 +161,7 @@ def test_equal_answers_are_left_out_and_counted():
 
 
 def test_groups_without_answers_are_skipped():
-    empty = Group(np.empty(0, np.int32), (), ())
+    empty = AnswerGroup(np.empty(0, np.int32), (), ())
     rows, stats = packed([empty, *make_groups([[1, 2]]), empty], 5)
     assert stats.groups == len(rows) == 1
 

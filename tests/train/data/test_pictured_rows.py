@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from longctx.errors import UserError
 from longctx.train.data.reading.groups import SEEN
-from longctx.train.data.rows import _pixels, pixels_identity, rows_identity
+from longctx.train.data.row_report import pixels_hash, pixels_identity, rows_identity
 
 Image = pytest.importorskip("PIL.Image")
 small = pytest.importorskip("small_pictures")
@@ -222,5 +222,5 @@ def test_pixels_are_part_of_a_runs_data(model_of, tmp_path) -> None:
 def test_a_held_out_picture_is_no_part_of_what_is_trained() -> None:
     features = datasets.Features({"pixels": SEEN["pixels"]})
     hashes = datasets.Dataset.from_dict({"pixels": [5, 0, 7]}, features)
-    found = [_pixels(hashes, np.array(order)) for order in ([0, 1, 2], [2, 0, 1], [0, 1])]
+    found = [pixels_hash(hashes, np.array(order)) for order in ([0, 1, 2], [2, 0, 1], [0, 1])]
     assert found[0] == found[1] != found[2]

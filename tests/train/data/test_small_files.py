@@ -22,10 +22,11 @@ from PIL import Image
 from small_tokenizer import small_tokenizer
 
 from longctx.errors import UserError
+from longctx.train.data.origins import check_sources, document_names
+from longctx.train.data.packed_rows import RowOptions, build_dataset
 from longctx.train.data.reading import json_values, opened
 from longctx.train.data.reading.files import file_of, find_files
 from longctx.train.data.reading.sources import read_documents
-from longctx.train.data.rows import build_dataset, check_sources, document_names
 from longctx.train.options.config import DataArguments
 
 V = Value("string")
@@ -459,7 +460,7 @@ def build(tmp_path):
         args = DataArguments(cache_dir=str(tmp_path / "cache"), train_file=[*map(str, files)])
         tokenizer = small_tokenizer()
         rows = build_dataset(
-            args, tokenizer, files=args.train_file, seq_len=16, vocab_size=None, seed=0
+            args, tokenizer, RowOptions(files=args.train_file, seq_len=16, vocab_size=None, seed=0)
         )
         names = document_names(args, args.train_file)
         places = [place for row in rows for place in names(row["documents"])]
@@ -488,7 +489,7 @@ def test_all_kinds_are_packed_alike_and_cached_by_file(build, tmp_path, monkeypa
         f"{tmp_path}/a.parquet:{int(place.split(':')[1]) - 1}" for place in places
     ]
     with monkeypatch.context() as patched:
-        patched.setattr("longctx.train.data.rows.read_documents", None)
+        patched.setattr("longctx.train.data.origins.read_documents", None)
         assert build(tmp_path / "a.csv") == found["a.csv"]
     (tmp_path / "a.csv").write_bytes(cells("text", *texts[::-1]))
     assert build(tmp_path / "a.csv")[0] != rows

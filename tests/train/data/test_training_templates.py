@@ -14,15 +14,15 @@ import pytest
 from paths import ROOT
 
 from longctx.errors import UserError
+from longctx.train.data.chat.assistant_masks import Conversation, by_prefixes, by_training_template
 from longctx.train.data.chat.conversation import Renderer
 from longctx.train.data.chat.ends import EndTokens, with_ends
-from longctx.train.data.chat.masks import Conversation, by_prefixes, by_training_template
 from longctx.train.data.chat.training_templates import (
     BATTERY,
     FAMILIES,
     FOLDER,
-    Family,
     Recognition,
+    TemplateFamily,
     candidates,
     identity,
 )
@@ -43,7 +43,7 @@ def turns(*texts: str, system: str | None = None) -> list[dict[str, str]]:
 
 
 def conversation(
-    messages, template: str = "", family: Family | None = None, **more
+    messages, template: str = "", family: TemplateFamily | None = None, **more
 ) -> Conversation:
     return Conversation(
         messages=messages,
@@ -247,7 +247,7 @@ def own(name: str) -> str:
     return (folder / f"{file}.jinja").read_text(encoding="utf-8")
 
 
-def recognised(template: str) -> Family | None:
+def recognised(template: str) -> TemplateFamily | None:
     asked = Recognition(
         candidates=candidates(template), template=template, special_tokens=TOKENS, where="f:1"
     )

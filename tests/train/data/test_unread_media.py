@@ -14,11 +14,11 @@ from datasets import Audio, Dataset, Features, Image, Value, Video
 from small_tokenizer import small_tokenizer
 
 from longctx.errors import UserError
+from longctx.train.data.packed_rows import RowOptions, build_dataset
 from longctx.train.data.reading.media import media_held, medium_named
 from longctx.train.data.reading.picture_sources import undecoded
 from longctx.train.data.reading.records import as_document
 from longctx.train.data.reading.sources import read_documents
-from longctx.train.data.rows import build_dataset
 from longctx.train.data.text.remarks import media_tokens
 from longctx.train.options.config import DataArguments
 
@@ -177,7 +177,7 @@ def built(tmp_path: Path, records: list[Any], **options: Any) -> Any:
     files = None if "dataset_name" in options else [str(tmp_path / "f.jsonl")]
     args = DataArguments(cache_dir=str(tmp_path / "cache"), **options)
     given = dict(files=files, seq_len=64, vocab_size=None, seed=0)
-    return build_dataset(args, tokenizer, **given)
+    return build_dataset(args, tokenizer, RowOptions(**given))
 
 
 @pytest.mark.parametrize("how", ["files", "dataset", "stream"])

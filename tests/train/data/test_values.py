@@ -6,10 +6,10 @@ from datasets import Json, List, Value
 from longctx.errors import UserError
 from longctx.train.data.reading.values import (
     check_depth,
+    excerpt,
     is_flag,
     kind,
     parse_json,
-    shown,
     without_padding,
 )
 
@@ -62,7 +62,7 @@ def test_words():
     assert (
         kind([]) == "an empty list" and kind(None) == "nothing (null)" and kind(0.5) == "a number"
     )
-    assert shown("x" * 99) == '"' + "x" * 56 + "..." and shown({1, 2}) == "{1, 2}"
+    assert excerpt("x" * 99) == '"' + "x" * 56 + "..." and excerpt({1, 2}) == "{1, 2}"
 
 
 def test_only_padding_of_arrow_goes():

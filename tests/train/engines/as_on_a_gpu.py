@@ -26,7 +26,8 @@ from longctx.memory.decide import gpu_budget
 from longctx.train.commands import train
 from longctx.train.engines import fsdp
 from longctx.train.report import predicted
-from longctx.train.start import documents, loading
+from longctx.train.start import loading
+from longctx.train.start import packing_rule as documents
 from longctx.train.trainer.trainer import LongTrainer
 
 H100 = MACHINES["h100"]

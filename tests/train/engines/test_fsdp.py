@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from longctx.train.commands import train
 from longctx.train.engines.fsdp import FSDP2, keep_shapes_only
 from longctx.train.options.config import ModelArguments
-from longctx.train.options.presets import PRESETS
+from longctx.train.options.source import PRESETS
 from longctx.train.start.loading import load_config, load_model
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from longctx.errors import UserError
 from longctx.train.engines.fsdp import FSDP2
-from longctx.train.engines.layout import zero_layout
+from longctx.train.engines.zero_settings import zero_layout
 
 ODD = ["many", -1, 10**400, float("nan"), float("inf"), True, None, [1], {"a": 1}]
 COUNTS = (

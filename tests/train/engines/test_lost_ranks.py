@@ -18,8 +18,8 @@ from transformers import TrainerCallback
 
 from longctx.errors import UserError
 from longctx.train.commands import train
-from longctx.train.engines import peers
-from longctx.train.engines.peers import end_with_peers
+from longctx.train.engines import lost_ranks as peers
+from longctx.train.engines.lost_ranks import end_with_peers
 from longctx.train.program import program
 
 TIMEOUT_S = 30

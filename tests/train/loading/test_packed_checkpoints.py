@@ -18,7 +18,7 @@ from longctx.constants import GIB
 from longctx.cost.fitted import PROCESS_BYTES
 from longctx.errors import UserError
 from longctx.train.loading.pretrained import made_dense, read_config, read_model
-from longctx.train.loading.weights import holds_nf4
+from longctx.train.loading.weight_files import holds_nf4
 from longctx.train.options.source import ModelSource
 from longctx.train.report.plan import main as plan
 from longctx.train.start.loading import load_config

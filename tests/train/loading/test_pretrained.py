@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from longctx.errors import UserError
 from longctx.train.data.text.tokenizer import read_tokenizer
 from longctx.train.loading.pretrained import read_config, weights_identity
-from longctx.train.loading.weights import weight_files
+from longctx.train.loading.weight_files import weight_files
 from longctx.train.options.source import ModelSource
 
 CONFIG: Any = SimpleNamespace(_commit_hash="1234abcd")

@@ -26,10 +26,11 @@ from longctx.memory.levels import Levels
 from longctx.memory.place import PlacedStates
 from longctx.runtime.costs import StepTable
 from longctx.runtime.runtime import patched_part
-from longctx.train.lora.adapters import add_adapters
+from longctx.train.lora.peft_adapters import add_adapters
 from longctx.train.lora.quantise import quantise_
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Plan, Run, Subject, plan
+from longctx.train.plan.predict import Plan, plan
+from longctx.train.plan.subject import PlannedRun, Subject
 from longctx.train.start.loading import load_config
 
 peft = pytest.importorskip("peft")
@@ -164,7 +165,7 @@ def test_bits_are_the_same_wherever_they_live(device, quantize, batches, determi
 def planned(gpu_gib: float | None, quantize: str, **options: Any) -> Plan:
     args = arguments(preset="qwen3-30b-a3b", lora_r=16, quantize=quantize, seq_len=32768)
     subject = Subject(load_config(args, vocab_size=1), args)
-    run = Run(model=args, gpu_memory_gib=gpu_gib, **options)
+    run = PlannedRun(model=args, gpu_memory_gib=gpu_gib, **options)
     return plan(subject, run, MACHINES["h100"], 200 * GIB)
 
 

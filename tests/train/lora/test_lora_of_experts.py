@@ -11,10 +11,10 @@ from small_vision import vision_config
 from transformers import AutoModelForCausalLM
 
 from longctx.errors import UserError
-from longctx.train.lora.adapters import adapter_bytes, add_adapters, check_lora, with_lora
+from longctx.train.lora.peft_adapters import adapter_bytes, add_adapters, check_lora, with_lora
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan import predict
-from longctx.train.plan.predict import Run, Subject
+from longctx.train.plan import subject
+from longctx.train.plan.subject import PlannedRun, Subject
 
 peft = pytest.importorskip("peft")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -33,9 +33,9 @@ def test_a_plan_without_peft_counts_pefts_adapters(family, more, monkeypatch) ->
     args = arguments(**more)
     config = (vision_config if family == "qwen3_vl_moe" else family_config)(family)
     shapes = Subject(config, args)
-    monkeypatch.setattr(predict, "with_lora_shapes", with_lora)
+    monkeypatch.setattr(subject, "with_lora_shapes", with_lora)
     real = Subject(config, args)
-    run = Run(model=args)
+    run = PlannedRun(model=args)
     assert shapes.sizes(run) == real.sizes(run)
     assert shapes.trained == real.trained
     assert 4 * real.trained == adapter_bytes(args, config)

@@ -20,7 +20,7 @@ from longctx.families.blocks import scales
 from longctx.train import cli
 from longctx.train.commands import train
 from longctx.train.lora import quantise
-from longctx.train.lora.adapters import Reached, adapter_bytes, check_lora
+from longctx.train.lora.peft_adapters import Reached, adapter_bytes, check_lora
 from longctx.train.lora.quantise import quantise_shapes_, quantised_loading
 from longctx.train.options.config import ModelArguments
 from longctx.train.output.manifest import read_manifest, write_manifest
@@ -455,7 +455,7 @@ def test_a_frozen_base_that_cannot_leave_the_gpu_is_said(flags, tmp_path) -> Non
 
 def test_without_peft(monkeypatch) -> None:
     """A run is refused before its data is read; what a plan checks needs no PEFT."""
-    monkeypatch.setattr("longctx.train.lora.adapters.installed", lambda name: False)
+    monkeypatch.setattr("longctx.train.lora.peft_adapters.installed", lambda name: False)
     args = ModelArguments(lora_r=2)
     check_lora(args, load_config(ModelArguments(), vocab_size=64))
     with pytest.raises(UserError, match="pip install '?peft"):

@@ -28,10 +28,10 @@ from longctx.families.stand_ins import shaped_experts
 from longctx.loop.metrics import parameters_in_matmuls
 from longctx.train import cli
 from longctx.train.lora import quantised_reading
-from longctx.train.lora.adapters import add_adapters, check_lora, expert_stacks
+from longctx.train.lora.peft_adapters import add_adapters, check_lora, expert_stacks
 from longctx.train.lora.quantise import check_experts, quantise_, quantise_shapes_, round_to_nf4_
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Run, Subject
+from longctx.train.plan.subject import PlannedRun, Subject
 from longctx.train.start.loading import load_config, load_model
 
 peft = pytest.importorskip("peft")
@@ -247,7 +247,7 @@ def test_a_published_mixture_has_4_13_bits_a_weight() -> None:
     numel = 2048 * (2 * 4096 + 2 * 512) + 128 * 3 * 2048 * 768
     router = 128 * 2048
     assert (bits - 16 * router) / numel == pytest.approx(4.127, abs=0.001)
-    (kind,) = subject.sizes(Run(model=args)).kinds
+    (kind,) = subject.sizes(PlannedRun(model=args)).kinds
     assert kind.dense_bytes == 2 * numel
 
 

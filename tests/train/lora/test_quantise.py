@@ -18,7 +18,8 @@ from longctx.train.lora import quantise, quantised_reading
 from longctx.train.lora.nf4 import in_nf4, move_
 from longctx.train.lora.quantise import leave_waiting_, quantise_, quantised_loading
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Run, Subject, plan
+from longctx.train.plan.predict import plan
+from longctx.train.plan.subject import PlannedRun, Subject
 from longctx.train.start.loading import load_config
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -104,7 +105,7 @@ def test_where_weights_wait_is_decided_by_what_the_gpu_holds(monkeypatch, capsys
         reads = subject.reading_bytes(gib * GIB)
         assert reads == (pytest.approx(37.4 * GIB, rel=0.02) if waits else 0)
     assert "GiB of weights in 4 bits are packed on the GPU one by one" in capsys.readouterr().out
-    run, card = Run(model=args), MACHINES["rtx-4090"]
+    run, card = PlannedRun(model=args), MACHINES["rtx-4090"]
     enough, lacks = (plan(subject, run, card, gib * GIB) for gib in (96, 36))
     assert enough.fits and enough.reading_bytes > 37 * GIB
     assert "to read the weights in 4 bits, which the GPU does not hold" in str(lacks.problem)

@@ -78,7 +78,7 @@ def before_rehearsal(monkeypatch):
             work(trainer)
             rehearse_save(trainer)
 
-        monkeypatch.setattr("longctx.train.trainer.trainer.rehearse_save", rehearse)
+        monkeypatch.setattr("longctx.train.trainer.checkpoints.rehearse_save", rehearse)
 
     return set_work
 

@@ -8,7 +8,8 @@ import pytest
 from longctx.cost.named import machine_named
 from longctx.errors import UserError
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Run, Subject, plan
+from longctx.train.plan.predict import plan
+from longctx.train.plan.subject import PlannedRun, Subject
 from longctx.train.report.plan_run import with_answers
 from longctx.train.report.predicted import equal_tokens
 from longctx.train.start.loading import load_config
@@ -22,9 +23,9 @@ def subject() -> Subject:
     return Subject(load_config(args, vocab_size=1), args)
 
 
-def run(tokens: int = 131072, **more) -> Run:
+def run(tokens: int = 131072, **more) -> PlannedRun:
     model = ModelArguments(preset="llama-3.1-8b", seq_len=tokens)
-    return Run(model=model, **more)
+    return PlannedRun(model=model, **more)
 
 
 @pytest.mark.parametrize(("tokens", "answer"), [(131072, 1024), (4096, 1000), (300, 1)])

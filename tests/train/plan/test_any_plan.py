@@ -19,7 +19,8 @@ from longctx.errors import UserError
 from longctx.runtime.peers import peer_sizes
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan.measure import gpu_here
-from longctx.train.plan.predict import DTYPE, Plan, Run, Subject, plan
+from longctx.train.plan.predict import Plan, plan
+from longctx.train.plan.subject import DTYPE, PlannedRun, Subject
 from longctx.train.report import plan as command
 from longctx.train.report.plan_numbers import Answer, as_json
 from longctx.train.report.plan_text import figures
@@ -38,7 +39,7 @@ def planned(family: str, device: torch.device | None, **options: Any) -> tuple[S
     args = ModelArguments(model_name_or_path="x", class_type="any", seq_len=ROW, **options)
     config = config_of(family, **of(family))
     subject = Subject(config, args, device)
-    return subject, plan(subject, Run(model=args), card(24), 64 * GIB)
+    return subject, plan(subject, PlannedRun(model=args), card(24), 64 * GIB)
 
 
 def said(found: Plan) -> dict[str, str]:
@@ -116,7 +117,7 @@ def test_a_layer_that_cannot_be_measured_is_unknown(monkeypatch) -> None:
     monkeypatch.setattr(measured, "of_specimen", full)
     args = ModelArguments(model_name_or_path="x", class_type="any", seq_len=ROW)
     subject = Subject(config_of("llama", vocab_size=72), args, CPU)
-    found = plan(subject, Run(model=args), card(24), 64 * GIB)
+    found = plan(subject, PlannedRun(model=args), card(24), 64 * GIB)
     assert found.unknown == "a layer does not fit beside what is on the GPU"
 
 
@@ -159,7 +160,7 @@ def test_on_a_gpu_the_peak_is_the_predicted_one() -> None:
     args = ModelArguments(
         model_name_or_path="x", class_type="any", seq_len=rows, offload_activations="none"
     )
-    found = plan(Subject(config, args, here.device), Run(model=args), card(70), 64 * GIB)
+    found = plan(Subject(config, args, here.device), PlannedRun(model=args), card(70), 64 * GIB)
     assert found.unknown is None and found.sizes.kinds[0].measured
     with torch.device(here.device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()

@@ -12,16 +12,17 @@ from longctx.constants import GIB
 from longctx.cost.machines import Machine
 from longctx.errors import UserError
 from longctx.train.engines.layout import FullyShard
-from longctx.train.lora.adapters import with_lora
+from longctx.train.lora.peft_adapters import with_lora
 from longctx.train.lora.shapes import with_lora_shapes
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan import predict
 from longctx.train.plan.changes import changes
-from longctx.train.plan.predict import Run, plan
+from longctx.train.plan.predict import plan
 from longctx.train.plan.shortage import shortage
+from longctx.train.plan.subject import PlannedRun, Subject
 
 
-def found_changes(request: Run, machine: Machine, host_gib: int, grows: bool = True) -> dict:
+def found_changes(request: PlannedRun, machine: Machine, host_gib: int, grows: bool = True) -> dict:
     found = changes(eight_layers(), request, machine, host_gib * GIB, host_grows=grows)
     assert all(change.plan.fits for change in found)
     return {change.flags: change.plan for change in found}
@@ -96,9 +97,9 @@ def test_no_way_out_is_counted_twice(monkeypatch) -> None:
 
     predict_once = predict._planned
     monkeypatch.setattr(predict, "_planned", count)
-    adapted = predict.Subject.adapted
+    adapted = Subject.adapted
     monkeypatch.setattr(
-        predict.Subject, "adapted", lambda self, args: made.append(args) or adapted(self, args)
+        Subject, "adapted", lambda self, args: made.append(args) or adapted(self, args)
     )
     request = run(65536, place="gpu", keep="all")
     lacking = plan(model := eight_layers(), request, card(8), 4 * GIB)
@@ -151,14 +152,14 @@ def test_adapters_are_planned_without_peft(monkeypatch, quantize, dora) -> None:
     request = run(32768, lora_r=16, quantize=quantize)
     found = []
     for adapt in (with_lora_shapes, with_lora):
-        monkeypatch.setattr("longctx.train.plan.predict.with_lora_shapes", adapt)
+        monkeypatch.setattr("longctx.train.plan.subject.with_lora_shapes", adapt)
         subject = eight_layers().adapted(asked)
         found.append(plan(subject, request, card(24), 64 * GIB))
     assert found[0].phases == found[1].phases and found[0].seconds == found[1].seconds
     assert found[0].sizes == found[1].sizes and found[0].host_bytes == found[1].host_bytes
     assert found[0].sizes.kinds[0].adapted.parameters > 0
     monkeypatch.undo()
-    monkeypatch.setattr("longctx.train.plan.predict.installed", lambda name: False)
+    monkeypatch.setattr("longctx.train.plan.subject.installed", lambda name: False)
     with pytest.raises(UserError, match="--lora_modules_to_save needs PEFT"):
         eight_layers().adapted(replace(asked, lora_modules_to_save=["lm_head"]))
 

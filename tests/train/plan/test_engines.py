@@ -18,17 +18,13 @@ from longctx.errors import UserError
 from longctx.memory.pending import Pending
 from longctx.train.engines import fsdp, gathered
 from longctx.train.engines.fsdp import FSDP2
-from longctx.train.engines.layout import (
-    FullyShard,
-    Layout,
-    Zero,
-    fully_shard_layout,
-    zero_layout,
-)
+from longctx.train.engines.layout import FullyShard, Layout, Zero, fully_shard_layout
+from longctx.train.engines.zero_settings import zero_layout
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan import engines as planned_engines
 from longctx.train.plan.engines import ShardedStates, averaged, exchanged, shared_rows
-from longctx.train.plan.predict import Plan, Run, Subject, plan
+from longctx.train.plan.predict import Plan, plan
+from longctx.train.plan.subject import PlannedRun, Subject
 from longctx.train.start.loading import load_config
 
 H200 = MACHINES["h200"]
@@ -200,7 +196,7 @@ def planned(subject: Subject, engine: Layout | None, gpus: int = 1, **options) -
     ranks = options.pop("ranks", 1)
     asked = {"keep": "o", "offload_activations": "none", **options}
     model = ModelArguments(preset="llama-3.2-1b", seq_len=16384, **asked)
-    run = Run(model=model, gpus=gpus, engine=engine, sequence_parallel_size=ranks)
+    run = PlannedRun(model=model, gpus=gpus, engine=engine, sequence_parallel_size=ranks)
     return plan(subject, run, H200, 500 * GIB)
 
 
@@ -289,7 +285,7 @@ def test_four_gpus_of_a_host_share_its_memory(small) -> None:
         model = ModelArguments(
             preset="llama-3.2-1b", seq_len=8192, offload_activations="all", keep="o"
         )
-        run = Run(model=model, gpus=gpus, engine=layout)
+        run = PlannedRun(model=model, gpus=gpus, engine=layout)
         found = plan(small, run, MACHINES["h100"], 800 * GIB)
         assert found.fits and found.machine is MACHINES["h100"]
         return found.seconds.link
@@ -300,7 +296,7 @@ def test_four_gpus_of_a_host_share_its_memory(small) -> None:
 def test_a_host_that_is_too_small_is_refused(small) -> None:
     layout = Zero(processes=2, offloads_weights=True, offloads_states=True)
     model = ModelArguments(preset="llama-3.2-1b", seq_len=8192)
-    found = plan(small, Run(model=model, gpus=2, engine=layout), H200, 4 * GIB)
+    found = plan(small, PlannedRun(model=model, gpus=2, engine=layout), H200, 4 * GIB)
     assert found.problem and "host memory are needed in each process" in found.problem
 
 

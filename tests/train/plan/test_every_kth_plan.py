@@ -17,9 +17,10 @@ from longctx.memory.decide import decide_as_given
 from longctx.memory.ladder import predicted
 from longctx.train.engines.layout import FullyShard
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan import predict
-from longctx.train.plan.given import read_given, written
-from longctx.train.plan.predict import Plan, Run, Subject, plan
+from longctx.train.plan.predict import Plan, plan
+from longctx.train.plan.step import step_of
+from longctx.train.plan.subject import PlannedRun, Subject
+from longctx.train.plan.written_plan import plan_as_json, read_given
 from longctx.train.start.loading import load_config
 
 MODEL = ModelArguments(preset="llama-3.1-8b", seq_len=131072, lora_r=16)
@@ -33,7 +34,7 @@ def adapted() -> Subject:
 
 def planned(host_gib: int, tokens: int = 131072, again: bool = True, **options) -> Plan:
     """Llama-3.1-8B with adapters on 24 GB."""
-    run = Run(model=MODEL).having(seq_len=tokens, **options)
+    run = PlannedRun(model=MODEL).having(seq_len=tokens, **options)
     having = None if again else (lambda step: replace(step, again=False))
     return plan(adapted(), run, CARD, host_gib * GIB, having)
 
@@ -73,7 +74,7 @@ def test_weights_on_the_host_come_up_once_more() -> None:
     of_layer = adapted().parameters.layer_words[0] * 2
     bare = [not keep.kept for keep in ladder]
     again = sum(a or b for a, b in zip(run_again(ladder), bare, strict=True))
-    step = predict._step(adapted(), found.run, CARD, found.backend)
+    step = step_of(adapted(), found.run, CARD, found.backend)
     copies = chosen.traffic.backward
     fewer = copies._replace(up=copies.up - again * of_layer)
     once = replace(chosen, traffic=replace(chosen.traffic, backward=fewer))
@@ -107,7 +108,7 @@ def test_a_line_says_what_is_kept() -> None:
 
 
 def file_of(found: Plan, path: Path, **changes) -> Path:
-    text = {"fits": found.fits, "problem": found.problem, "plan": written(found) | changes}
+    text = {"fits": found.fits, "problem": found.problem, "plan": plan_as_json(found) | changes}
     path.write_text(json.dumps(text))
     return path
 
@@ -117,7 +118,7 @@ def test_a_plan_comes_back_from_its_file(tmp_path) -> None:
     read = read_given(file_of(found, tmp_path / "plan.json"))
     assert read.ladder == found.decision.kept.ladder
     read.check(found.run, found.sizes)
-    step = read.step(predict._step(adapted(), found.run, CARD, found.backend))
+    step = read.step(step_of(adapted(), found.run, CARD, found.backend))
     specs = found.decision.specs
     again = decide_as_given(specs, read.budget, accumulates=False, step=step, places=read.places)
     assert again.kept == found.decision.kept and again.host.nbytes == found.decision.host.nbytes
@@ -126,7 +127,7 @@ def test_a_plan_comes_back_from_its_file(tmp_path) -> None:
 
 def test_the_first_layer_has_none_below_it(tmp_path) -> None:
     found = planned(32)
-    layers = [[[], []], *written(found)["layers"][1:]]
+    layers = [[[], []], *plan_as_json(found)["layers"][1:]]
     read = read_given(file_of(found, tmp_path / "plan.json", layers=layers))
     with pytest.raises(UserError, match=r"other activations than layers of this model.*\(x\)"):
         read.check(found.run, found.sizes)

@@ -23,11 +23,12 @@ from longctx.memory.ladder import DROPS
 from longctx.patching.patch import patch_custom
 from longctx.runtime.peers import peer_kind
 from longctx.settings import FUSED, PARTS, TaskName
-from longctx.train.lora.adapters import with_lora
+from longctx.train.lora.peft_adapters import with_lora
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan import predict
 from longctx.train.plan.changes import changes
-from longctx.train.plan.predict import Plan, Run, Subject, plan
+from longctx.train.plan.predict import Plan, plan
+from longctx.train.plan.step import step_of
+from longctx.train.plan.subject import PlannedRun, Subject
 from longctx.train.report.plan_numbers import Answer, as_json
 from longctx.train.report.plan_text import figures, title_of
 from longctx.train.start.loading import load_config
@@ -78,7 +79,7 @@ def test_a_run_puts_states_where_its_plan_does(monkeypatch, kind, tokens, task) 
 def test_a_run_counts_the_loss_of_its_task_as_its_plan_does(task, ranks) -> None:
     """Of answers' log-probabilities, or of a row's labels; two ranks of a row have half of each."""
     subject, request = eight_layers(), run(32768, task=task, sequence_parallel_size=ranks)
-    planned = predict._step(subject, request, MACHINE, "cudnn").batch
+    planned = step_of(subject, request, MACHINE, "cudnn").batch
     assert (planned.scored is None) == (task in ("sft", "distill"))
     options = ModelArguments(seq_len=32768).patch_options
     patch_custom(model := subject.model, options, torch.device("meta"))
@@ -181,20 +182,23 @@ def test_a_plan_has_graphs_where_they_pay(name) -> None:
     preset, tokens, options, says = LAUNCHED[name]
     asked = ModelArguments(preset=preset, seq_len=tokens, **options)
     subject = Subject(load_config(asked, vocab_size=1), asked)
-    found = plan(subject, Run(model=asked), MACHINES["h100"], 256 * GIB)
+    found = plan(subject, PlannedRun(model=asked), MACHINES["h100"], 256 * GIB)
     assert (found.decision.chosen.graph_bytes > 0) == (says == SPARED)
     lines = dict(figures(as_json(Answer(plan=found, host_bytes=256 * GIB))))
     assert lines.get("CUDA graphs", "").endswith(says) if says else "CUDA graphs" not in lines
     if says == SPARED:
         eager = replace(asked, cuda_graphs="off")
-        assert found.step_s < plan(subject, Run(model=eager), MACHINES["h100"], 256 * GIB).step_s
+        assert (
+            found.step_s
+            < plan(subject, PlannedRun(model=eager), MACHINES["h100"], 256 * GIB).step_s
+        )
 
 
 def test_a_budget_has_room_for_graphs() -> None:
     """They take less than what eager layers would keep for the sake of a fraction of their time."""
     asked = ModelArguments(preset="llama-3.1-8b", seq_len=2048, lora_r=16, quantize="nf4")
     subject = Subject(load_config(asked, vocab_size=1), asked)
-    run = Run(model=asked, gpu_memory_gib=8)
+    run = PlannedRun(model=asked, gpu_memory_gib=8)
     found = plan(subject, run, MACHINES["h100"], 256 * GIB)
     assert found.fits and found.decision.chosen.graph_bytes
     assert found.gpu_bytes <= 8 * GIB

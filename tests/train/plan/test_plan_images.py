@@ -12,9 +12,10 @@ from longctx.cost.peak import peak
 from longctx.errors import UserError
 from longctx.images.image_sizes import image_of
 from longctx.train.options.config import ModelArguments
-from longctx.train.options.pixels import MOST_PIXELS, pixels_of
-from longctx.train.plan.given import read_given
-from longctx.train.plan.predict import Run, Subject, longest, plan
+from longctx.train.options.written import MOST_PIXELS, pixels_of
+from longctx.train.plan.predict import longest, plan
+from longctx.train.plan.subject import PlannedRun, Subject
+from longctx.train.plan.written_plan import read_given
 from longctx.train.report.plan import main
 from longctx.train.start.loading import load_config
 
@@ -24,13 +25,13 @@ WORDS = ["--preset", "qwen3-vl-8b", "--gpu", "h100", "--host_memory_gib", "200",
 IMAGES = ["--images", "128", "--image_pixels", "448x448", "--seq_len", "32768"]
 
 
-def made(**options: Any) -> tuple[Subject, Run]:
+def made(**options: Any) -> tuple[Subject, PlannedRun]:
     place = options.pop("place", "auto")
     args = ModelArguments(preset="qwen3-vl-8b", **dict(seq_len=32768, lora_r=16) | options)
-    return Subject(load_config(args, vocab_size=1), args), Run(model=args, place=place)
+    return Subject(load_config(args, vocab_size=1), args), PlannedRun(model=args, place=place)
 
 
-def with_images(run: Run, subject: Subject, count: int) -> Run:
+def with_images(run: PlannedRun, subject: Subject, count: int) -> PlannedRun:
     return run.having(images=count, image=image_of(subject.whole, (448, 448)))
 
 

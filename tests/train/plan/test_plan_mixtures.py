@@ -24,10 +24,11 @@ from longctx.families.classes import without_storage
 from longctx.runtime.costs import StepTable
 from longctx.runtime.peer_costs import COUNTED
 from longctx.runtime.peers import peer_sizes
-from longctx.train.lora.adapters import with_lora
+from longctx.train.lora.peft_adapters import with_lora
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan import predict
-from longctx.train.plan.predict import Run, Subject, plan
+from longctx.train.plan import subject
+from longctx.train.plan.predict import plan
+from longctx.train.plan.subject import PlannedRun, Subject
 from longctx.train.start.loading import load_config
 
 RESULTS = Path(__file__).parents[3] / "profiling" / "results"
@@ -119,10 +120,10 @@ def test_layers_without_experts_are_a_kind_of_their_own() -> None:
 def test_a_plan_without_peft_counts_pefts_adapters(targets, monkeypatch) -> None:
     pytest.importorskip("peft")
     args = arguments(seq_len=128, lora_r=3, lora_targets=targets)
-    run = Run(model=args)
+    run = PlannedRun(model=args)
     config = family_config("qwen3_moe")
     shapes = Subject(config, args).sizes(run)
-    monkeypatch.setattr(predict, "with_lora_shapes", with_lora)
+    monkeypatch.setattr(subject, "with_lora_shapes", with_lora)
     assert shapes == Subject(config, args).sizes(run)
     experts = 7 * 3 * 96 * 128
     assert [kind.folded for kind in shapes.kinds] == [
@@ -153,7 +154,7 @@ def test_a_plan_of_each_side() -> None:
         args = arguments(class_type, preset="qwen3-30b-a3b", seq_len=32768, lora_r=16)
         args = replace(args, lora_targets=["q_proj", "k_proj", "v_proj", "o_proj"])
         subject = Subject(load_config(args, vocab_size=1), args)
-        found[class_type] = plan(subject, Run(model=args), MACHINES["h200"], 200 * GIB)
+        found[class_type] = plan(subject, PlannedRun(model=args), MACHINES["h200"], 200 * GIB)
     assert all(one.fits for one in found.values())
     steps = [one.seconds.step for one in found.values()]
     assert steps == sorted(steps) and steps[2] > 1.5 * steps[0]

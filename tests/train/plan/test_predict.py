@@ -27,8 +27,9 @@ from longctx.layer.specs.attention_spec import AttentionSpec
 from longctx.loop.metrics import attended
 from longctx.runtime.costs import StepTable
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Plan, Subject, longest, plan
+from longctx.train.plan.predict import Plan, longest, plan
 from longctx.train.plan.shortage import shortage
+from longctx.train.plan.subject import Subject
 from longctx.train.start.loading import load_config
 
 

@@ -17,7 +17,7 @@ from small_tokenizer import small_tokenizer
 from longctx.train.commands import train
 from longctx.train.data.pack.packing import Piece, build_row
 from longctx.train.data.pack.packing_groups import build_group_row
-from longctx.train.data.reading.groups import Group
+from longctx.train.data.reading.groups import AnswerGroup
 from longctx.train.report import example
 from longctx.train.report.example import numbered_pictures, show_example
 
@@ -77,7 +77,7 @@ def test_a_prompt_is_shown_once_before_its_answers(rows, sides) -> None:
     tokenizer = small_tokenizer()
     texts = ["why?", "so.<|im_end|>", "no.<|im_end|>"]
     ids = [np.array(tokenizer(t, add_special_tokens=False)["input_ids"], np.int32) for t in texts]
-    group = Group(ids[0], tuple(ids[1:]), (0, 1) if rows == "pairs" else (1, 2))
+    group = AnswerGroup(ids[0], tuple(ids[1:]), (0, 1) if rows == "pairs" else (1, 2))
     packed = build_group_row([group, group], 3 * len(group), tokenizer.pad_token_id)
     out = io.StringIO()
     console = Console(file=out, width=100)

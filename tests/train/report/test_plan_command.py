@@ -12,7 +12,7 @@ from rich.console import Console
 
 from longctx.errors import UserError
 from longctx.train.engines.layout import FullyShard
-from longctx.train.loading.sizes import SIZES
+from longctx.train.loading.config_sizes import SIZES
 from longctx.train.plan.changes import FSDP2 as FSDP2_FLAGS
 from longctx.train.report.plan import main
 from longctx.train.report.plan_text import COLOURS, OTHER, figures, ways_out, wrapped
@@ -71,8 +71,8 @@ def test_adapters(capsys, monkeypatch) -> None:
     """Without PEFT and bitsandbytes: the machine that is planned for has them."""
     for module in (
         "longctx.train.lora.quantise",
-        "longctx.train.lora.adapters",
-        "longctx.train.plan.predict",
+        "longctx.train.lora.peft_adapters",
+        "longctx.train.plan.subject",
     ):
         monkeypatch.setattr(f"{module}.installed", lambda name: False)
     words = ["--seq_len", "32768", "--lora_r", "16"]
@@ -238,7 +238,7 @@ def test_what_is_printed_is_no_wider_than_its_terminal(capsys, monkeypatch, colo
         (["--seq_len", "262144"], "--seq_len 262144 is above the model's"),
         (["--quantize", "nf4"], "give --lora_r"),
         (["--lora_r", "8", "--lora_targets", "q_pro"], "did you mean q_proj"),
-        (["--plan", "plan.json"], "--plan is train.py's, which runs what --json writes here"),
+        (["--plan", "plan.json"], "--plan is longctx train's, which runs what --json writes here"),
     ],
 )
 def test_what_is_wrong_is_one_line(words, says) -> None:

@@ -23,7 +23,8 @@ from longctx.train.engines.deepspeed import DeepSpeed
 from longctx.train.engines.plain import Plain
 from longctx.train.options.config import ModelArguments
 from longctx.train.output import METRICS
-from longctx.train.plan.predict import Plan, Run, Subject, plan
+from longctx.train.plan.predict import Plan, plan
+from longctx.train.plan.subject import PlannedRun, Subject
 from longctx.train.report import predicted
 from longctx.train.report.plan import main as plan_command
 from longctx.train.report.predicted import (
@@ -188,7 +189,7 @@ def test_documents_of_one_length_whose_attention_costs_as_much() -> None:
 def planned(tokens: int = 32768) -> Plan:
     asked = model(seq_len=tokens)
     subject = Subject(load_config(asked, vocab_size=1))
-    return plan(subject, Run(model=asked), MACHINES["h100"], 64 * GIB)
+    return plan(subject, PlannedRun(model=asked), MACHINES["h100"], 64 * GIB)
 
 
 def said_of(found: Plan, as_planned: bool = True, **times: float) -> list[str]:

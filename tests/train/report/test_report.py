@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from longctx.train import cli
 from longctx.train.report.page import write_page
-from longctx.train.report.runs import moved
+from longctx.train.report.runs import loss_change
 
 
 def run_folder(folder: Path, steps: int = 30, gpu: bool = True) -> Path:
@@ -215,7 +215,7 @@ def test_unknown_commands_name_the_closest(capsys) -> None:
 
 
 def test_a_loss_that_is_known_once_went_nowhere() -> None:
-    assert [moved(losses) for losses in ([5.2524], [5.0, 3.0, 4.0])] == [
+    assert [loss_change(losses) for losses in ([5.2524], [5.0, 3.0, 4.0])] == [
         "5.2524",
         "5.0000 -> 4.0000",
     ]

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from longctx.errors import UserError
 from longctx.train.data.pack.cache import remove_leftovers
-from longctx.train.data.rows import build_dataset
+from longctx.train.data.packed_rows import RowOptions, build_dataset
 from longctx.train.data.text import tokens
 from longctx.train.options.config import DataArguments
 from longctx.train.safety.processes import bound_children, explained_workers, make_room_for_workers
@@ -68,10 +68,7 @@ def test_a_killed_map_worker_is_one_line(tmp_path, monkeypatch):
         build_dataset(
             DataArguments(cache_dir=str(tmp_path / "cache")),
             small_tokenizer(),
-            files=[str(tmp_path / "a.jsonl")],
-            seq_len=8,
-            vocab_size=None,
-            seed=0,
+            RowOptions(files=[str(tmp_path / "a.jsonl")], seq_len=8, vocab_size=None, seed=0),
         )
     assert not list((tmp_path / "cache").glob("*.tmp"))
 
@@ -147,7 +144,9 @@ def prepare_data(folder: Path, place: str, processes: int, begun: int) -> None:
     tokens._processes = lambda *args, **options: processes or None
     args = DataArguments(cache_dir=str(folder / "cache"))
     files = [str(folder / "c.jsonl")]
-    build_dataset(args, small_tokenizer(), files=files, seq_len=8, vocab_size=None, seed=0)
+    build_dataset(
+        args, small_tokenizer(), RowOptions(files=files, seq_len=8, vocab_size=None, seed=0)
+    )
 
 
 @pytest.mark.parametrize(

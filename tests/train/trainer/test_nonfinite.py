@@ -13,7 +13,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from longctx.errors import UserError
-from longctx.train.data.rows import collate
+from longctx.train.data.pack.batches import collate
 from longctx.train.output import METRICS
 from longctx.train.trainer import nonfinite
 from longctx.train.trainer.nonfinite import first_nonfinite

@@ -15,7 +15,7 @@ from longctx.train.data.pack.packing_groups import GroupStats, pack_groups
 from longctx.train.data.reading.records import as_document
 from longctx.train.data.text.encoding import encode
 from longctx.train.data.text.encoding_groups import encode_groups
-from longctx.train.loading.stopping import add_ends
+from longctx.train.loading.stop_tokens import add_ends
 from longctx.train.trainer.stopping import name_trained_ends, trained_ends
 
 CHAT = {

@@ -21,10 +21,10 @@ from longctx.families.classes import as_reward_model, class_of
 from longctx.families.vision import at_rest, towers
 from longctx.train.engines.deepspeed import DeepSpeed
 from longctx.train.engines.plain import Plain
-from longctx.train.lora.adapters import adapter_bytes
 from longctx.train.lora.merge import main as merge
+from longctx.train.lora.peft_adapters import adapter_bytes
 from longctx.train.options.config import ModelArguments
-from longctx.train.plan.predict import Subject
+from longctx.train.plan.subject import Subject
 from longctx.train.start.eyes import check_shared_rows
 from longctx.train.start.loading import load_config, load_model, weights_bytes
 from longctx.train.start.options import check_towers

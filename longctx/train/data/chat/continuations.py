@@ -5,8 +5,8 @@
 
 Both are what TRL renders for its preference tasks. The answer is what a text has beyond the prompt
 (encoding_groups.py): all of it counts, so no mask is needed, and templates that rewrite earlier
-turns can be used. What a template leaves out of a conversation is refused as elsewhere (shown.py),
-and an answer without an end gets one (ends.py).
+turns can be used. What a template leaves out of a conversation is refused as elsewhere
+(shown_content.py), and an answer without an end gets one (ends.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from longctx.train.data.chat.conversation import Asked, Renderer, unless_refused
 from longctx.train.data.chat.ends import with_ends
-from longctx.train.data.chat.shown import check_shown, check_words
+from longctx.train.data.chat.shown_content import check_shown, check_words
 
 Continued = tuple[str, list[str]]
 """The rendered prompt, and the rendered conversation with each answer."""
@@ -49,7 +49,8 @@ class Continuations:
 
 
 def _checked(render: Renderer, prompt: str, text: str) -> str:
-    """The text, with a token that ends the answer. Raises UserError where it leaves out a part."""
+    """Returns the text, with a token that ends the answer. Raises UserError where it leaves out a
+    part."""
     asked = render.conversation
 
     def own(changed: Asked) -> str:

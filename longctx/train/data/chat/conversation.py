@@ -16,6 +16,7 @@ from longctx.train.data.reading.places import in_parts
 # Real templates add at most a few kB of instructions to what they are given.
 RENDERED_FACTOR, RENDERED_CHARS = 20, 1_000_000
 REASON_CHARS = 200
+"""Characters of a template's error that a message quotes: some errors quote the whole template."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """All that a template sees of a document, and what tells its trained characters."""
+    """The parts of a document that a chat template sees, and what tells its trained characters."""
 
     messages: list[dict[str, Any]]
     untrained: tuple[int, ...] = ()
@@ -52,9 +53,9 @@ class Asked:
 
     @property
     def chars(self) -> int:
-        beside = [part for part in (self.tools, self.documents, self.kwargs) if part]
+        more = [part for part in (self.tools, self.documents, self.kwargs) if part]
         turns = sum(len(str(value)) for turn in self.messages for value in turn.values())
-        return sum(map(len, map(str, beside))) + turns
+        return sum(map(len, map(str, more))) + turns
 
     @property
     def trained(self) -> list[int]:
@@ -71,7 +72,7 @@ class Asked:
         return [self.messages[i]["content"] for i in self.trained]
 
     def followed(self) -> Asked:
-        """The conversation with one more turn, of the role that answers the last one."""
+        """Returns the conversation with one more turn, of the role that answers the last one."""
         answer = "tool" if self.messages[-1].get("tool_calls") else "user"
         return replace(self, messages=[*self.messages, {"role": answer, "content": "x"}])
 
@@ -85,8 +86,9 @@ class Renderer:
         self.limit_chars = RENDERED_CHARS + RENDERED_FACTOR * conversation.chars
 
     def prompt(self, turns: list[dict[str, Any]], *texts: str) -> str:
-        """The prompt from which the next turn is generated, whose conversations `texts` are. Where
-        the template has no generation prompt, what stands before any answer belongs to it."""
+        """Returns the prompt from which the next turn is generated, whose conversations `texts`
+        are. Where the template has no generation prompt, what stands before any answer belongs to
+        it."""
         prompt, _ = self.own(turns, add_generation_prompt=True)
         if self.has_prompt is None:
             self.has_prompt = prompt != self.own(turns)[0]
@@ -98,11 +100,12 @@ class Renderer:
         return begun if begun.startswith(prompt) and begun[len(prompt) :].strip() else prompt
 
     def own(self, turns: list[dict[str, Any]], **options: Any) -> Rendered:
-        """The tokenizer's own template."""
+        """Returns the tokenizer's own template."""
         return self.call(self.conversation, turns, self.conversation.template, **options)
 
     def training(self, conversation: Asked, training: Training, trained: Sequence[int]) -> Rendered:
-        """Our template, which marks the turns of these numbers."""
+        """Returns the conversation in longctx's template, which marks the turns of these
+        numbers."""
         turns = [{**m, "trained": i in trained} for i, m in enumerate(conversation.messages)]
         options = {"return_assistant_tokens_mask": True, **training.options}
         return self.call(conversation, turns, training.template, **options)
@@ -140,7 +143,7 @@ class Renderer:
 
 
 def unless_refused(text: Callable[[Asked], str], asked: Asked) -> str | None:
-    """The conversation with one more turn; None if the template takes none."""
+    """Returns the conversation with one more turn; None if the template takes none."""
     try:
         return text(asked.followed())
     except UserError:

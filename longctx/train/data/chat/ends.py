@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerBase
 Span = tuple[int, int]
 Rendered = tuple[str, list[Span]]
 CLOSES = re.compile(r"</|\[/|<\|/")
-"""How the names of tokens begin that close a part of an answer: `</think>`, `</tool_call>`."""
+"""Beginnings of the names of tokens that close a part of an answer: `</think>`, `</tool_call>`."""
 FOUND_CHARS = 8
-"""So many characters at an answer's end find it in a longer conversation."""
+"""The number of characters at an answer's end by which it is found in a longer conversation."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,16 @@ class EndTokens:
         return bool(self.texts) and text.rstrip().endswith(self.texts)
 
     def next_in(self, text: str) -> str | None:
-        """The beginning of a text up to its first token, if only blanks stand before that."""
+        """Returns the beginning of a text up to its first token, if only blanks stand before
+        that."""
         longest_first = sorted(self.texts, key=len, reverse=True)
         found = re.match(rf"\s*(?:{'|'.join(map(re.escape, longest_first))})", text)
         return found[0] if found and self.texts else None
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> EndTokens:
-    """The eos token, and each added token that is special or that the template writes. The bos
-    token begins a text, and a closing tag ends a part of an answer, so neither counts."""
+    """Returns the eos token, and each added token that is special or that the template writes. The
+    bos token begins a text, and a closing tag ends a part of an answer, so neither counts."""
     eos = tokenizer.eos_token
     others = {tokenizer.bos_token, tokenizer.unk_token, tokenizer.pad_token} - {eos}
     found = [
@@ -63,7 +64,7 @@ def with_ends(
     tokens: EndTokens,
     following: Callable[[], str | None],
 ) -> Rendered:
-    """The text and its spans, each answer with the token that ends it.
+    """Returns the text and its spans, each answer with the token that ends it.
 
     `words` are the texts of the trained turns, in order. `following` renders the conversation with
     one more turn; it returns None if the template refuses that.
@@ -90,8 +91,8 @@ def with_ends(
 
 
 def _spans_of_turns(rendered: Rendered, words: Sequence[str]) -> Iterator[tuple[str, range]]:
-    """The text of each trained turn and the numbers of its spans. The first of them holds the
-    text; several turns in one span count as the last of them."""
+    """Yields the text of each trained turn and the numbers of its spans. The first of them holds
+    the text; several turns in one span count as the last of them."""
     text, spans = rendered
     if not spans:
         return
@@ -137,7 +138,8 @@ def _addition(
 
 
 def _inserted(text: str, spans: Sequence[Span], added: Mapping[int, str]) -> Rendered:
-    """The text with the added tokens; a span that ends where a token is added takes it in."""
+    """Returns the text with the added tokens; a span that ends where a token is added takes it
+    in."""
     pieces, last = [], 0
     for position in sorted(added):
         pieces += [text[last:position], added[position]]

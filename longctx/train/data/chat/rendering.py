@@ -2,7 +2,7 @@
 
 A template is a stranger's program. It can loop for ever or fill the memory inside one call into C,
 where Python handles no signal, so it runs in a child process with limits of its own, which lives as
-long as this one and renders while this one tokenises. masks.py says what the child does.
+long as this one and renders while this one tokenises. assistant_masks.py says what the child does.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any, Protocol, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from longctx.errors import UserError
+from longctx.train.data.chat.assistant_masks import MARKERS, Conversation, Ending, EndingOf, PartsOf
 from longctx.train.data.chat.continuations import Continuations, Continued
 from longctx.train.data.chat.conversation import Asked, reason
 from longctx.train.data.chat.ends import EndTokens, Rendered, end_tokens
-from longctx.train.data.chat.masks import MARKERS, Conversation, Ending, EndingOf, PartsOf
-from longctx.train.data.chat.training_templates import Family, Recognition, candidates
+from longctx.train.data.chat.training_templates import Recognition, TemplateFamily, candidates
 from longctx.train.data.reading.records import CHAT_ANSWERS, CHATS, Document
 from longctx.train.safety.processes import die_with_parent, fork, limit_memory
 
@@ -40,8 +40,9 @@ GROUP_CONVERSATIONS, GROUP_CHARS = 32, 1_000_000  # handed over together
 def rendered(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, parts: bool = False
 ) -> Iterator[Rendered]:
-    """Each conversation as the chat template renders it, and the [start, end) spans to train. With
-    `parts` the template gets contents as lists, as those of vision-language models read them.
+    """Yields each conversation as the chat template renders it, and the [start, end) spans to
+    train. With `parts` the template gets contents as lists, as those of vision-language models read
+    them.
 
     Raises UserError for a conversation that the template refuses or that has no exact mask, and for
     a template that does not end.
@@ -55,8 +56,8 @@ def rendered(
 def continued(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, parts: bool = False
 ) -> Iterator[Continued]:
-    """Each prompt, and the prompt with each of its answers, as the chat template renders them
-    (documents of CHAT_ANSWERS); `parts` as for `rendered`.
+    """Yields each prompt, and the prompt with each of its answers, as the chat template renders
+    them (documents of CHAT_ANSWERS); `parts` as for `rendered`.
 
     Raises UserError as `rendered` does, but for a mask: answers need none.
     """
@@ -66,8 +67,11 @@ def continued(
         yield from _child().answers(batch)
 
 
-def family_of(tokenizer: PreTrainedTokenizerBase, template: str, where: str = "") -> Family | None:
-    """The family whose chat template this is, by what it renders; None where it is another's."""
+def family_of(
+    tokenizer: PreTrainedTokenizerBase, template: str, where: str = ""
+) -> TemplateFamily | None:
+    """Returns the family whose chat template this is, by what it renders; None where it is
+    another's."""
     tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     key = template, tuple(sorted(tokens.items()))
     if key not in _families:
@@ -82,7 +86,8 @@ def family_of(tokenizer: PreTrainedTokenizerBase, template: str, where: str = ""
 
 
 def ending_of(tokenizer: PreTrainedTokenizerBase) -> Ending | None:
-    """How the tokenizer's template ends an answer; None where it refuses the shortest exchange."""
+    """Returns how the tokenizer's template ends an answer; None if it refuses the shortest
+    exchange."""
     template = tokenizer.get_chat_template()
     asked = EndingOf(
         messages=[{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}],
@@ -114,8 +119,8 @@ def takes_parts(tokenizer: PreTrainedTokenizerBase, template: str, where: str) -
 
 
 def lines_of(kinds: Collection[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What is said of conversations, for the kinds of documents that were read: how their answers
-    are found, and how Alpaca's records became conversations."""
+    """Returns the lines that a run prints of conversations, for the kinds of documents that were
+    read: how their answers are found, and how Alpaca's records became conversations."""
     lines = [_template_line(tokenizer)] if set(CHATS) & set(kinds) else []
     if set(CHAT_ANSWERS) & set(kinds):
         lines.append(
@@ -131,7 +136,8 @@ def lines_of(kinds: Collection[str], tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def _template_line(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Which chat template conversations go through, and what of them is trained."""
+    """Returns the line that says which chat template conversations go through, and what of them is
+    trained."""
     try:
         template = tokenizer.get_chat_template()
     except ValueError:  # several by name, none of them the default: one for tools
@@ -160,7 +166,7 @@ def _end_line(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"; the template ends none, so {tokenizer.eos_token} is added to each"
 
 
-_families: dict[tuple[str, tuple[tuple[str, str], ...]], Family | None] = {}
+_families: dict[tuple[str, tuple[tuple[str, str], ...]], TemplateFamily | None] = {}
 _takes_parts: dict[tuple[str, tuple[tuple[str, str], ...]], bool] = {}
 
 
@@ -239,8 +245,8 @@ def _batches(conversations: Iterable[AnyConversation]) -> Iterator[list[AnyConve
 
 
 class Job(Protocol):
-    """What the child is asked: `run` gives the answer or raises UserError, and calls `alive` after
-    each call of a template."""
+    """A request to the child process: `run` gives the answer or raises UserError, and calls `alive`
+    after each call of a template."""
 
     @property
     def where(self) -> str: ...
@@ -281,7 +287,7 @@ class _Child:
                 if isinstance(answer, _Refusal):
                     raise UserError(answer)
                 yield answer
-        except BaseException:  # also GeneratorExit: what it still says is for nobody
+        except BaseException:  # also GeneratorExit: no one reads what it still says
             self.kill()
             raise
 
@@ -312,8 +318,8 @@ _the_child: _Child | None = None
 
 
 def _child() -> _Child:
-    """This thread's own: one that was inherited by a fork belongs to the parent, and one of another
-    thread ends with that thread."""
+    """Returns this thread's own child: one that was inherited by a fork belongs to the parent, and
+    one of another thread ends with that thread."""
     global _the_child
     if _the_child is None or _the_child.owner != _here():
         _the_child = _Child()

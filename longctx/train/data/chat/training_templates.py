@@ -6,8 +6,8 @@ conversation with a token of its own. The templates in the folder `templates` re
 markers; options tell the versions of a family apart.
 
 A tokenizer's template is recognised by what it renders: for every answer of BATTERY the prompt and
-the answer must be those of ours (`same_at`). masks.py compares the same for every conversation
-that is trained, so nothing outside the battery is taken on trust.
+the answer must be those of ours (`same_at`). assistant_masks.py compares the same for every
+conversation that is trained, so nothing outside the battery is taken on trust.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 import yaml
 
 from longctx.errors import UserError
+from longctx.train.data.chat.assistant_masks import MARKERS, Conversation, same_at
 from longctx.train.data.chat.conversation import Renderer, Training
-from longctx.train.data.chat.masks import MARKERS, Conversation, same_at
 
 FOLDER = Path(__file__).with_name("templates")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class TemplateFamily:
     """One version of a family's format."""
 
     name: str
@@ -51,17 +51,17 @@ class Family:
         return f"chat template: {self.name}'s, through longctx's {self.file}: {self.note}"
 
 
-def _families() -> tuple[Family, ...]:
+def _families() -> tuple[TemplateFamily, ...]:
     found = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
     def note(row: dict[str, Any]) -> str:
         return "; ".join(found["notes"][name] for name in row.get("note", ["marked"]))
 
-    return tuple(Family(**{**row, "note": note(row)}) for row in found["families"])
+    return tuple(TemplateFamily(**{**row, "note": note(row)}) for row in found["families"])
 
 
 FAMILIES = _families()
-"""Those of training_templates.yaml; the first that is recognised is taken."""
+"""Families of chat templates, of training_templates.yaml; the first that is recognised is taken."""
 
 
 @functools.cache
@@ -76,8 +76,9 @@ def identity() -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def candidates(template: str) -> tuple[Family, ...]:
-    """The families whose signs the template holds. One that has markers has no need of ours."""
+def candidates(template: str) -> tuple[TemplateFamily, ...]:
+    """Returns the families whose signs the template holds. One that has markers has no need of
+    ours."""
     if MARKERS.search(template):
         return ()
     return tuple(f for f in FAMILIES if all(sign in template for sign in f.signs))
@@ -106,15 +107,15 @@ BATTERY = (
 class Recognition:
     """A question to the child process: whose template is this?"""
 
-    candidates: tuple[Family, ...]
+    candidates: tuple[TemplateFamily, ...]
     template: str
     special_tokens: dict[str, str]
     where: str
 
-    def run(self, alive: Callable[[], None]) -> Family | None:
+    def run(self, alive: Callable[[], None]) -> TemplateFamily | None:
         return next((f for f in self.candidates if self._matches(f, alive)), None)
 
-    def _matches(self, family: Family, alive: Callable[[], None]) -> bool:
+    def _matches(self, family: TemplateFamily, alive: Callable[[], None]) -> bool:
         """Whether all answers are the same that the tokenizer's template can render."""
         seen, hides_system = False, False
         for messages in BATTERY:

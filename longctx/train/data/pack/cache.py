@@ -7,14 +7,14 @@
     reference-v4-<hash>.arrow    8 bytes an answer: a reference model's log-probabilities
     tokenizer-v4-<hash>.json     the default tokenizer
 
-A file is written beside its place, flushed to disk and renamed, so that neither a killed run nor a
+A file is written next to its place, flushed to disk and renamed, so that neither a killed run nor a
 power cut leaves a half file that looks whole. Who writes holds a lock on what it writes, which the
 kernel drops when its process ends: the next run deletes what a killed one left
-(`remove_leftovers`). The checksum is written after its file, so a file
-without one was never finished and is made again. Opening a file reads all of it and compares the
-checksum, at 10 GB/s from memory (64-bit xxHash) or as fast as the disk is: a flipped bit would
-otherwise be trained on without a word. Nothing is ever invalidated, because other inputs have
-another name; `longctx cache --prune` deletes what is no longer used (prune.py).
+(`remove_leftovers`). The checksum is written after its file, so a file without one was never
+finished and is made again. Opening a file reads all of it and compares the checksum, at 10 GB/s
+from memory (64-bit xxHash) or as fast as the disk is: a flipped bit would otherwise be trained on
+without a word. Nothing is ever invalidated, because other inputs have another name; `longctx cache
+--prune` deletes what is no longer used (prune.py).
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ from transformers import PreTrainedTokenizerBase
 from longctx.errors import UserError, print_rank0
 from longctx.train.data.chat import training_templates
 from longctx.train.safety.checksum import checksum
-from longctx.train.safety.files import MOST_JSON_BYTES, read_small
+from longctx.train.safety.strange_files import MOST_JSON_BYTES, read_small
 
 FORMAT = 4
-"""Of the files, and of what tokenising and packing make of an input: a change that gives other
-rows raises it (tests/train/data/test_cache.py knows the rows of this one)."""
+"""The number of the format of the files and of what tokenising and packing make of an input. A
+change that gives other rows raises it (tests/train/data/test_cache.py knows the rows of this
+one)."""
 KINDS = ("documents", "tokens", "rows", "reference", "tokenizer")
 CHECKSUM = ".xxh3"
 MOST_CHECKSUM_BYTES = 1000
+"""More than any file of a checksum has, which is 16 hexadecimal digits: a larger file is not
+read."""
 TEMPORARY = ".tmp"
 _STEM = rf"(?P<stem>(?P<kind>{'|'.join(KINDS)})-(?:v(?P<format>\d+)-)?[0-9a-f]{{20}})"
 _SUFFIX = rf"(\.arrow|\.arrow\{CHECKSUM}|\.json)"
@@ -56,10 +59,11 @@ _SUFFIX = rf"(\.arrow|\.arrow\{CHECKSUM}|\.json)"
 FILE_NAME = re.compile(rf"{_STEM}(_\d{{5}}_of_\d{{5}})?{_SUFFIX}")
 TEMPORARY_NAME = re.compile(rf"{_STEM}{_SUFFIX}?-?([0-9a-f]{{6}}-)?[a-z0-9_]{{8}}\{TEMPORARY}")
 BATCH_BYTES = 64 << 20
+"""Rows that are in memory together while an Arrow file is written."""
 
 
 def digest(*parts: Any) -> str:
-    """A name for what `parts` (JSON values) say."""
+    """Returns a name for what `parts` (JSON values) say."""
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:20]
 
 
@@ -69,20 +73,21 @@ def cache_path(folder: Path, kind: str, key: str, suffix: str = ".arrow") -> Pat
 
 
 def file_identity(path: Path) -> list[Any]:
-    """Changes whenever the file does: even a copy that keeps size and mtime changes ctime."""
+    """Returns what changes whenever the file does: even a copy that keeps size and mtime changes
+    ctime."""
     stat = path.stat()
     return [str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def dataset_identity(dataset: Dataset) -> list[Any]:
-    """Changes whenever its files do: a fingerprint is only what its state.json says. A dataset in
-    memory has no files."""
+    """Returns what changes whenever the dataset's files do: a fingerprint is only what its
+    state.json says. A dataset in memory has no files."""
     files = [file_identity(Path(file["filename"])) for file in dataset.cache_files]
     return [dataset._fingerprint, *files]
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """All of a tokenizer that decides a document's tokens."""
+    """Returns all of a tokenizer that decides a document's tokens."""
     ours = training_templates.identity() if tokenizer.chat_template else None
     template = [tokenizer.chat_template, ours]
     identity = [type(tokenizer).__name__, tokenizer.special_tokens_map, template]
@@ -95,7 +100,7 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 
 def open_arrow(path: Path, rows: int | None = None) -> Dataset | None:
-    """The file as a memory-mapped dataset; None where it is missing, unfinished or damaged."""
+    """Returns the file as a memory-mapped dataset; None if it is missing, unfinished or damaged."""
     beside = _checksum_path(path)
     try:
         expected = read_small(beside, MOST_CHECKSUM_BYTES).decode(errors="replace")
@@ -150,8 +155,8 @@ def forget(path: Path) -> None:
 
 
 def content_of(dataset: Dataset) -> str | None:
-    """The checksum of a dataset of `write_arrow` or `open_arrow`: equal for equal rows, wherever
-    their sources lie."""
+    """Returns the checksum of a dataset of `write_arrow` or `open_arrow`: equal for equal rows,
+    wherever their sources lie."""
     for file in dataset.cache_files:
         with suppress(OSError, ValueError):
             return read_small(_checksum_path(Path(file["filename"])), MOST_CHECKSUM_BYTES).decode()
@@ -160,7 +165,7 @@ def content_of(dataset: Dataset) -> str | None:
 
 def mark_used(path: Path) -> None:
     """Sets the time that `longctx cache` shows: many disks are mounted without access times."""
-    with suppress(OSError):  # somebody else's cache can be read without being written
+    with suppress(OSError):  # another user's cache can be read without being written
         os.utime(path, follow_symlinks=False)
 
 
@@ -191,7 +196,7 @@ def writable(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def scratch_folder(path: Path) -> Iterator[Path]:
-    """An empty folder on the disk of `path`, deleted afterwards."""
+    """Makes an empty folder on the disk of `path`, and deletes it afterwards."""
     # A network disk keeps a file that is still mapped, under a name of its own, and so the folder.
     with writable(path.parent), ExitStack() as stack:
         while True:
@@ -232,7 +237,7 @@ def remove_leftovers(folder: Path) -> None:
     with suppress(OSError):  # who writes there will say what is wrong with it
         leftovers += folder.glob(f"*-{_host()}-*{TEMPORARY}")
     for path in leftovers:
-        with suppress(OSError):  # somebody else's, or deleted meanwhile
+        with suppress(OSError):  # another user's, or deleted meanwhile
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its writer lives

@@ -42,7 +42,7 @@ ROW_FEATURES = Features({name: List(Value("int32")) for name in (*TOKEN_COLUMNS,
 # 64 leave room for sources of more varied lengths and cost 5 bytes x 64 x seq_len.
 OPEN_ROWS = 64
 MOST_NAMES = 3
-"""So many of the documents that are left out are named."""
+"""The most documents that are named of those that are left out."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Piece:
     input_ids: np.ndarray  # (n,) int32
     trained: np.ndarray  # (n,) bool; the first is False
     record: int = -1
-    """Which record of the data it comes from, so that a bad row can name its documents."""
+    """The number of its record in the data, so that a bad row can name its documents."""
     pictures: int = 0
     """Pictures among its tokens; such a document is never cut."""
     pixels: int = 0
@@ -83,7 +83,7 @@ class PackingStats:
     """The names of documents with pictures that were left out, since they are longer than a row."""
 
     def summary(self, seq_len: int, use: str = "trained") -> str:
-        """The line that a run prints; `use` says what becomes of the tokens that count."""
+        """Returns the line that a run prints; `use` says what becomes of the tokens that count."""
         share = self.padding_tokens / max(1, self.rows * seq_len)
         length = f"up to {seq_len:,}, one document in each" if self.one_document else f"{seq_len:,}"
         lost = {
@@ -214,7 +214,7 @@ def _with_whole_pictures(
 def _cut(
     documents: Iterable[Piece], seq_len: int, long_documents: LongDocuments, stats: PackingStats
 ) -> Iterator[Piece]:
-    """Pieces of at most seq_len tokens that train something."""
+    """Yields pieces of at most seq_len tokens that train something."""
     for document in documents:
         if not len(document):
             continue

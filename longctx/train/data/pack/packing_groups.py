@@ -21,12 +21,12 @@ A group that is longer than a row is handled as --long_documents says:
     truncate         all answers keep at most L tokens, the largest L with which the group fits
     truncate_start   the prompt loses its beginning; one with pictures is left out instead
 
-For KTO each answer gets a mismatched one beside it: the answers of the next record in the shuffled
-order, the last record those of the first. TRL gives each example the answer before it, cyclically
-within each batch of per_device_train_batch_size examples of the unshuffled data. Both use every
-answer once as a mismatched one if all records have equally many answers. Here the answers of the KL
-estimate are those of other rows, so a batch's two sets of answers differ, while TRL's are equal.
-The estimate is unbiased either way: the answers are drawn independently of the prompts.
+For KTO each answer gets a mismatched one: the answers of the next record in the shuffled order, the
+last record those of the first. TRL gives each example the answer before it, cyclically within each
+batch of per_device_train_batch_size examples of the unshuffled data. Both use every answer once as
+a mismatched one if all records have equally many answers. Here the answers of the KL estimate are
+those of other rows, so a batch's two sets of answers differ, while TRL's are equal. The estimate is
+unbiased either way: the answers are drawn independently of the prompts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from longctx.train.data.pack.packing import (
     best_fit,
     left_out,
 )
-from longctx.train.data.reading.groups import MISMATCHED, TASKS, Group, Rows
+from longctx.train.data.reading.groups import MISMATCHED, TASKS, AnswerGroup, Rows
 
 GROUP_ROW_FEATURES = Features(
     {
@@ -65,11 +65,12 @@ class GroupStats:
 
     kind: Rows = "pairs"
     groups: int = 0
-    """Groups that were packed. The three counts of tokens below are of these alone."""
+    """Groups that were packed: `tokens`, `separate_tokens` and `answer_tokens` count these
+    alone."""
     answers: int = 0
-    """Answers in them, without mismatched ones."""
+    """Answers in the packed groups, without mismatched ones."""
     desirable: int = 0
-    """Those of them that were chosen or are desirable."""
+    """Number of answers that were chosen or are desirable."""
     tokens: int = 0
     separate_tokens: int = 0
     """Tokens of the same groups with a copy of the prompt before each answer."""
@@ -91,7 +92,7 @@ class GroupStats:
     largest_token_id: int = -1
 
     def summary(self, seq_len: int, use: str = "trained") -> str:
-        """The line that a run prints; `use` says what becomes of the tokens that count."""
+        """Returns the line that a run prints; `use` says what becomes of the tokens that count."""
         prompts, answers = many(self.groups, "prompt"), many(self.answers, "answer")
         rated = f"{prompts} with {answers}, {self.desirable:,} of them desirable"
         what = many(self.groups, "pair") if self.kind == "pairs" else rated
@@ -137,7 +138,7 @@ def check_groups(stats: GroupStats, name: str) -> None:
 
 
 def pack_groups(
-    groups: Iterable[Group],
+    groups: Iterable[AnswerGroup],
     seq_len: int,
     *,
     long_documents: LongDocuments,
@@ -163,7 +164,9 @@ def pack_groups(
         yield build_group_row(packed, seq_len, pad_token_id)
 
 
-def build_group_row(groups: list[Group], seq_len: int, pad_token_id: int) -> dict[str, np.ndarray]:
+def build_group_row(
+    groups: list[AnswerGroup], seq_len: int, pad_token_id: int
+) -> dict[str, np.ndarray]:
     """Lays groups one after another into a row and fills it up with padding."""
     input_ids = np.full(seq_len, pad_token_id, dtype=np.int32)
     labels = np.full(seq_len, IGNORE_INDEX, dtype=np.int32)
@@ -205,9 +208,9 @@ def build_group_row(groups: list[Group], seq_len: int, pad_token_id: int) -> dic
     }
 
 
-def with_mismatched(groups: Iterable[Group]) -> Iterator[Group]:
-    """Each group with as many answers of the next one as it has itself, which is the first one for
-    the last. Raises UserError for a single group."""
+def with_mismatched(groups: Iterable[AnswerGroup]) -> Iterator[AnswerGroup]:
+    """Yields each group with as many answers of the next group as it has itself. The last group
+    gets those of the first. Raises UserError for a single group."""
     following = iter(groups)
     first = next(following, None)
     if first is None:
@@ -228,11 +231,11 @@ def with_mismatched(groups: Iterable[Group]) -> Iterator[Group]:
         current = after
 
 
-def _usable(groups: Iterable[Group], stats: GroupStats) -> Iterator[Group]:
-    """Groups of at least one answer, without those whose answers are equal.
+def _usable(groups: Iterable[AnswerGroup], stats: GroupStats) -> Iterator[AnswerGroup]:
+    """Yields groups of at least one answer, without those whose answers are equal.
 
     Public datasets hold a few equal pairs. Their loss has no gradient (or trains both answers up
-    and down), so they are left out and counted: to end the run at such a record would help nobody.
+    and down), so they are left out and counted: to end the run at such a record would not help.
     """
     for group in groups:
         if not group.answers:
@@ -245,19 +248,19 @@ def _usable(groups: Iterable[Group], stats: GroupStats) -> Iterator[Group]:
             yield group
 
 
-def _has_equal_answers(group: Group) -> bool:
+def _has_equal_answers(group: AnswerGroup) -> bool:
     own = [a for a, side in zip(group.answers, group.sides, strict=True) if side != MISMATCHED]
     return len(own) == 2 and np.array_equal(own[0], own[1])
 
 
 def _fitting(
-    groups: Iterable[Group],
+    groups: Iterable[AnswerGroup],
     seq_len: int,
     long_documents: LongDocuments,
     stats: GroupStats,
     where: Callable[[int], str],
-) -> Iterator[Group]:
-    """Groups of at most seq_len tokens."""
+) -> Iterator[AnswerGroup]:
+    """Yields groups of at most seq_len tokens."""
     following = iter(groups)
     for group in following:
         if len(group) > seq_len:
@@ -287,9 +290,12 @@ def _fitting(
         yield group
 
 
-def cut_group(group: Group, seq_len: int, long_documents: LongDocuments) -> Group | None:
-    """The group in seq_len tokens; None where a prompt that keeps its tokens leaves no room for the
-    answers, or answers that keep theirs none for the prompt, or a prompt with pictures less."""
+def cut_group(
+    group: AnswerGroup, seq_len: int, long_documents: LongDocuments
+) -> AnswerGroup | None:
+    """Returns the group in seq_len tokens; None where a prompt that keeps its tokens leaves no room
+    for the answers, or answers that keep theirs none for the prompt, or a prompt with pictures
+    less."""
     if long_documents == "truncate_start":
         if group.pictures:
             return None
@@ -302,14 +308,15 @@ def cut_group(group: Group, seq_len: int, long_documents: LongDocuments) -> Grou
 
 
 def _longest_answer(lengths: list[int], room: int) -> int:
-    """The largest L with sum(min(length, L)) <= room: short answers leave their share to others."""
+    """Returns the largest L with sum(min(length, L)) <= room: short answers leave their share to
+    others."""
     left = sorted(lengths)
     while left and left[0] * len(left) <= room:
         room -= left.pop(0)
     return room // len(left) if left else max(lengths)
 
 
-def _too_long(groups: list[Group], seq_len: int, where: Callable[[int], str]) -> UserError:
+def _too_long(groups: list[AnswerGroup], seq_len: int, where: Callable[[int], str]) -> UserError:
     longest = max(groups, key=len)
     others = f" ({len(groups) - 1:,} others are too long as well)" if len(groups) > 1 else ""
     smaller = ", lower --image_pixels" if longest.pictures else ""

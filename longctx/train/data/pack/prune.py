@@ -41,7 +41,7 @@ GROUPS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class CachedFile:
     """Files that are used, and deleted, together."""
 
     group: str
@@ -78,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
 
 
-def read_cache(folder: Path) -> list[Entry]:
-    """Our files in the folder. Raises UserError where it cannot be read."""
+def read_cache(folder: Path) -> list[CachedFile]:
+    """Returns longctx's files in the folder. Raises UserError where it cannot be read."""
     groups: dict[str, list[Path]] = defaultdict(list)
     try:
         with os.scandir(folder) as items:
@@ -98,7 +98,7 @@ def read_cache(folder: Path) -> list[Entry]:
     return [_entry(sorted(paths, reverse=True)) for paths in groups.values()]
 
 
-def table(folder: Path, entries: Sequence[Entry]) -> Iterator[str]:
+def table(folder: Path, entries: Sequence[CachedFile]) -> Iterator[str]:
     yield f"{folder}"
     yield f"{'':24}{'files':>7}{'GiB':>10}  last used"
     for group in (*GROUPS.values(), KILLED, OTHER, None):
@@ -110,7 +110,7 @@ def table(folder: Path, entries: Sequence[Entry]) -> Iterator[str]:
         yield f"{group or 'all':24}{files:>7,}{size_gib:>10.2f}  {ago}"
 
 
-def prune(folder: Path, entries: Sequence[Entry]) -> None:
+def prune(folder: Path, entries: Sequence[CachedFile]) -> None:
     """Deletes entries. Raises UserError where that is not allowed."""
     try:
         for entry in entries:
@@ -123,7 +123,7 @@ def prune(folder: Path, entries: Sequence[Entry]) -> None:
         ) from error
 
 
-def _entry(paths: Sequence[Path]) -> Entry:
+def _entry(paths: Sequence[Path]) -> CachedFile:
     found: list[tuple[str, os.stat_result]] = []
     for path in paths:
         inside = [os.path.join(root, name) for root, _, names in os.walk(path) for name in names]
@@ -136,7 +136,7 @@ def _entry(paths: Sequence[Path]) -> Entry:
     for info in checksums or [info for _, info in found]:
         # Looking into a leftover folder is an access, but no use.
         used_s = max(used_s, info.st_mtime, 0 if group == KILLED else info.st_atime)
-    return Entry(
+    return CachedFile(
         group=group,
         paths=tuple(paths),
         files=sum(not stat.S_ISDIR(info.st_mode) for _, info in found),

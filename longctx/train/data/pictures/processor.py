@@ -29,7 +29,7 @@ from longctx.errors import UserError, one_line
 from longctx.system import expanded
 from longctx.train.data.pictures.picture import picture_of
 from longctx.train.data.reading.picture_sources import Source
-from longctx.train.safety.files import read_json
+from longctx.train.safety.strange_files import read_json
 
 TEXT = ("input_ids", "attention_mask", *TOKEN_TYPES, "num_crops")
 """Names in a processor's output that are of text, or that no model takes as an argument."""

@@ -22,6 +22,8 @@ BYTE_ORDER_MARKS = {
     codecs.BOM_UTF16_BE: "utf-16",
 }
 SAMPLE_BYTES = 1 << 16
+"""The piece of a file by which its encoding is guessed: charset-normalizer reads it in every
+encoding that it knows."""
 WESTERN = ("cp1252", "mac_roman", "cp850")
 """Encodings of Western Europe: of the web, of old Macs and of DOS. An earlier one goes first."""
 ALPHABETS = (
@@ -34,7 +36,7 @@ ALPHABETS = (
     "áèéëêïíöóü",  # Dutch
     "àçèéíïòóúü",  # Catalan
 )
-"""Letters beside ASCII by language. To charset-normalizer a French text in cp1252 reads as well as
+"""Letters outside ASCII by language. To charset-normalizer a French text in cp1252 reads as well as
 cp1250 or cp1257, with letters that no French word has."""
 OWN_LETTERS = 0.97
 """The share of such letters in a text that one alphabet must have; names may have others."""
@@ -57,16 +59,16 @@ class Guess:
     name: str
     """Python's name."""
     excerpt: str
-    """Some of the text around the first bytes that are not ASCII."""
+    """A part of the text, around the first bytes that are not ASCII."""
 
 
 def byte_order_mark(data: bytes) -> str | None:
-    """The encoding that the first bytes of a text state, or None."""
+    """Returns the encoding that the first bytes of a text state, or None."""
     return next((name for mark, name in BYTE_ORDER_MARKS.items() if data.startswith(mark)), None)
 
 
 def decode(data: bytes, encoding: str) -> tuple[str, int]:
-    """Text without byte order mark, and the bytes replaced by U+FFFD."""
+    """Returns the text without byte order mark, and the bytes replaced by U+FFFD."""
     try:
         return data.decode(encoding), 0
     except UnicodeDecodeError:
@@ -77,8 +79,8 @@ def decode(data: bytes, encoding: str) -> tuple[str, int]:
 
 
 def guess(data: bytes) -> Guess | None:
-    """The encoding in which bytes that are not UTF-8 read best; None where they are no text in
-    any."""
+    """Returns the encoding in which bytes that are not UTF-8 read best; None where they are no text
+    in any."""
     from charset_normalizer import from_bytes  # needed for this message alone
 
     data = data[:SAMPLE_BYTES]
@@ -102,7 +104,7 @@ def guess(data: bytes) -> Guess | None:
 
 
 def _is_western(text: str) -> bool:
-    """Whether the letters beside ASCII are those of one Western language, and more than the other
+    """Whether the letters outside ASCII are those of one Western language, and more than the other
     signs, none of which stands within a word."""
     strange = Counter(letter for letter in text.lower() if not letter.isascii())
     letters = {letter: count for letter, count in strange.items() if letter.isalpha()}
@@ -121,13 +123,14 @@ stand there."""
 
 
 def _excerpt(text: str) -> str:
-    """A piece of text around its first letter that is not ASCII."""
+    """Returns a piece of text around its first letter that is not ASCII."""
     first = next((i for i, letter in enumerate(text) if not letter.isascii()), 0)
     return " ".join(text[max(0, first - 15) : first + 25].split())
 
 
 def guess_file(path: Path) -> Guess | None:
-    """The guess for the first piece of a file that is not UTF-8; None where all of it is."""
+    """Returns the guess for the first piece of a file that is not UTF-8; None where all of it
+    is."""
     with path.open("rb") as file:
         while data := file.read(SAMPLE_BYTES):
             try:

@@ -1,4 +1,5 @@
-"""The keys beside a record's text or turns: what reaches the chat template, and what is refused.
+"""Keys that a record has besides its text or turns: what reaches the chat template, and what is
+refused.
 
 A key by which another tool chooses what is trained is refused where it asks for something that is
 not done, so that no record is trained in a way that its author did not mean.
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from longctx.errors import UserError
-from longctx.train.data.reading.values import is_flag, kind, parse_json, shown
+from longctx.train.data.reading.values import excerpt, is_flag, kind, parse_json
 
 WHOLE_RECORDS = "records are trained whole or left out of the file"
 BY_TURN = "write `train`: true or false on the turns"
@@ -55,14 +56,14 @@ def check_choices(
             continue
         if is_flag(value) and any(is_flag(same) and bool(value) == same for same in accepted):
             continue
-        raise UserError(f"{where}: `{key}` is {shown(value)}, which is not read: {cure}")
+        raise UserError(f"{where}: `{key}` is {excerpt(value)}, which is not read: {cure}")
 
 
 def system_turn(
     messages: list[dict[str, Any]], given: Mapping[str, Any], where: str
 ) -> list[dict[str, Any]]:
-    """The turn to put before the conversation: that of `system` or `system_prompt`, where the
-    conversation does not begin with it."""
+    """Returns the turn to put before the conversation: that of `system` or `system_prompt`, where
+    the conversation does not begin with it."""
     found: list[dict[str, Any]] = []
     for key in ("system", "system_prompt"):
         if key in given and (text := string(given, key, where)).strip():
@@ -75,7 +76,7 @@ def system_turn(
 
 
 def template_keys(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns what a record hands the chat template beside its turns: `tools`, `documents` and
+    """Returns what a record hands the chat template besides its turns: `tools`, `documents` and
     `kwargs`, each only if it is not empty."""
     content: dict[str, Any] = {}
     if "tools" in given and given.get("functions"):
@@ -92,7 +93,7 @@ def template_keys(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def no_template_keys(given: Mapping[str, Any], where: str) -> None:
-    """Raises UserError for keys that only a chat template can use, beside strings."""
+    """Raises UserError for keys that only a chat template can use, in a record of strings."""
     for key in ("system", "tools", "documents", "chat_template_kwargs"):
         if given.get(key):
             raise UserError(
@@ -102,8 +103,8 @@ def no_template_keys(given: Mapping[str, Any], where: str) -> None:
 
 
 def alpaca_question(given: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """The turns of an Alpaca record before its last answer: the exchanges of `history`, then
-    `instruction`, with `input` on a line of its own."""
+    """Returns the turns of an Alpaca record before its last answer: the exchanges of `history`,
+    then `instruction`, with `input` on a line of its own."""
     asked = [string(given, key, where) for key in ("instruction", "input") if key in given]
     question = "\n".join(text for text in asked if text.strip())
     if not question.strip():
@@ -123,7 +124,8 @@ def alpaca_question(given: Mapping[str, Any], where: str) -> list[dict[str, Any]
 
 
 def _objects(given: Mapping[str, Any], key: str, expected: str, where: str) -> Any:
-    """A list of objects, or None for an empty one; datasets keep such lists as JSON strings."""
+    """Returns a list of objects, or None for an empty one; datasets keep such lists as JSON
+    strings."""
     value = given[key]
     if isinstance(value, str):
         value = parse_json(value, f"{where}: `{key}`") if value.strip() else []

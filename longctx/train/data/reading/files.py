@@ -26,8 +26,8 @@ STDLIB_SKIPPED = frozenset(
 
 
 def find_files(patterns: Sequence[str], tell: Tell | None = None) -> list[Path]:
-    """The files that paths, folders and globs name, without repeats, in a fixed order. `tell` gets
-    a line for each folder of which something is passed over.
+    """Returns the files that paths, folders and globs name, without repeats, in a fixed order.
+    `tell` gets a line for each folder of which something is passed over.
 
     Raises UserError for what is missing, empty, unreadable or not text.
     """
@@ -39,7 +39,7 @@ def find_files(patterns: Sequence[str], tell: Tell | None = None) -> list[Path]:
 
 
 def stdlib_files() -> list[Path]:
-    """Python's own library: real long documents that every machine has."""
+    """Returns the files of Python's own library: real long documents that every machine has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = (path for path in walk(root, STDLIB_SKIPPED) if path.suffix == ".py")
     files = [path for path in found if path.stat().st_size]
@@ -49,14 +49,14 @@ def stdlib_files() -> list[Path]:
 
 
 def file_of(where: str) -> str:
-    """The file of a document's place: without its line, record or row."""
+    """Returns the file of a document's place: without its line, record or row."""
     found = re.fullmatch(r"(.*?)(:\d+| row \d+)?( \(record \d+( of `.*`)?\))?", where, re.DOTALL)
     file = found[1] if found else where
     return file if record_suffix(Path(file)) else where
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
-    """The line for an error of the system while a file is read."""
+    """Returns the line for an error of the system while a file is read."""
     name = error.filename or path
     return UserError(f"cannot read {name}: {error.strerror or error}; check it and its permissions")
 

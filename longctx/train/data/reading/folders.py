@@ -36,7 +36,7 @@ from longctx.train.data.reading.tables import columns_of_cells
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages"})
 CARDS = re.compile(r"(?i)(readme|license|licence|notice|citation|changelog|contributing)\b.*")
-"""Names of files about the data or the code, which nobody misses when records are read."""
+"""Names of files about the data or the code, which hold no records."""
 SETTINGS = frozenset("config.json dataset_info.json dataset_infos.json dataset_dict.json".split())
 """Names of JSON files that `datasets` never reads as data. LLaMA-Factory's dataset_info.json may
 call a data set `messages`."""
@@ -45,6 +45,7 @@ _TOKENS = re.compile(r'("(?:[^"\\]|\\.)*")(?=\s*:\s*(["\[{]))?|[{}\[\]]')
 and brackets."""
 MOST_NAMED = 3
 MOST_KINDS = 8
+"""A line about a folder names at most this many files of a kind, and kinds of files."""
 Tell = Callable[[str], None]
 
 
@@ -56,7 +57,7 @@ class _Folder:
     left: dict[Path, str] = field(default_factory=dict)
     """Records that are not read, each with the reason."""
     note: str | None = None
-    """What is known of the records that are read (splits.py)."""
+    """A note on the records that are read (splits.py)."""
     texts: list[Path] = field(default_factory=list)
     no_records: list[Path] = field(default_factory=list)
     """JSON, CSV and TSV files of something else."""
@@ -65,8 +66,8 @@ class _Folder:
 
 
 def files_in_folder(folder: Path, tell: Tell | None) -> list[Path]:
-    """The files of a folder to read. `tell` gets the line that names what is passed over. Raises
-    UserError for a folder without any."""
+    """Returns the files of a folder to read. `tell` gets the line that names what is passed over.
+    Raises UserError for a folder without any."""
     found = _sorted_out(folder)
     if not found.records and all(CARDS.fullmatch(path.name) for path in found.texts):
         found.records = [path for path in found.no_records if path.name not in SETTINGS]
@@ -96,7 +97,7 @@ def files_in_folder(folder: Path, tell: Tell | None) -> list[Path]:
 
 
 def other_records(folder: Path, read: Collection[Path]) -> list[Path]:
-    """The files of records in a folder that are not among `read`."""
+    """Returns the files of records in a folder that are not among `read`."""
     skip = {path.resolve() for path in read}
     found = (path for path in walk(folder, SKIPPED_FOLDERS) if record_suffix(path) is not None)
     return [path for path in found if path.resolve() not in skip and _holds_records(path)]
@@ -146,8 +147,8 @@ def _first(paths: list[Path], why: str, folder: Path) -> list[str]:
 
 
 def _kinds(paths: list[Path], seen: str = "", *, named: bool = False) -> list[str]:
-    """Kinds of files with their numbers; by name where few of a kind should be `named`. `seen` is
-    said of images."""
+    """Returns the kinds of files with their numbers; by name where few of a kind should be `named`.
+    `seen` is said of images."""
     kinds: dict[str, list[str]] = {}
     for path in paths:
         suffix = path.suffix.lower()
@@ -191,8 +192,9 @@ def _begins_with_record(path: Path, version: tuple[int, int]) -> bool:
 
 
 def _keys_of_records(head: str) -> Iterator[set[str]]:
-    """The keys of the objects with which a JSON text that begins with an object may hold records:
-    the object itself, and the objects in its lists. Deeper ones are settings or features."""
+    """Yields the keys of the objects with which a JSON text that begins with an object may hold
+    records: the object itself, and the objects in its lists. Deeper ones are settings or
+    features."""
     keys: dict[str, set[str]] = {"{": set(), "{[{": set()}
     opened = ""
     for token in _TOKENS.finditer(head):
@@ -214,7 +216,7 @@ def _keys_of_records(head: str) -> Iterator[set[str]]:
 
 
 def walk(root: Path, skipped: Collection[str]) -> Iterator[Path]:
-    """The regular files below a folder but hidden ones, in a fixed order."""
+    """Yields the regular files below a folder but hidden ones, in a fixed order."""
 
     def stop(error: OSError) -> None:
         raise error

@@ -40,7 +40,7 @@ READERS = {"pairs": "a task of pairs", "rated": "--task kto"}
 
 
 @dataclass(frozen=True)
-class Group:
+class AnswerGroup:
     """A prompt and its answers. A prompt has at least one token: it predicts each answer's first
     one. `len(group)` is the tokens of all of them."""
 
@@ -51,7 +51,7 @@ class Group:
     record: int = -1
     """The number of the record in the data, so that a bad row can name its records."""
     margin: float | None = None
-    """How much better the chosen answer is, where the record says so (reward models)."""
+    """By how much the chosen answer is better, if the record says so (reward models)."""
     dropped: int = 0
     """Tokens at the prompt's end that the chat template renders for the prompt alone and not before
     an answer."""
@@ -84,8 +84,8 @@ SEEN = {"pictures": Value("int32"), "pixels": Value("int64")}
 GROUP_SEEN_FEATURES = Features({**GROUP_TOKEN_FEATURES, **SEEN})
 
 
-def columns_of(group: Group) -> dict[str, Any]:
-    """A row of GROUP_SEEN_FEATURES."""
+def columns_of(group: AnswerGroup) -> dict[str, Any]:
+    """Returns a row of GROUP_SEEN_FEATURES."""
     parts = [group.prompt, *group.answers]
     return {
         "input_ids": np.concatenate(parts).astype(np.int32, copy=False),
@@ -107,10 +107,10 @@ def group_of(
     record: int,
     pictures: int = 0,
     pixels: int = 0,
-) -> Group:
-    """The group that `columns_of` wrote."""
+) -> AnswerGroup:
+    """Returns the group that `columns_of` wrote."""
     prompt, *answers = np.split(input_ids, np.cumsum(lengths)[:-1])
-    return Group(
+    return AnswerGroup(
         prompt,
         tuple(answers),
         tuple(map(int, sides)),

@@ -95,7 +95,7 @@ def read_json_file(text: Text) -> Iterator[Found]:
 
 
 def _held(found: Found, text: Text) -> Iterator[Found]:
-    """The records of the only value of a file."""
+    """Yields the records of the only value of a file."""
     value = found.value
     if not isinstance(value, Mapping) or has_form(value):
         yield found
@@ -131,7 +131,7 @@ class _Cursor:
         self.counted_bytes = 0
 
     def peek(self) -> str:
-        """The next character that is no blank; empty at the end."""
+        """Returns the next character that is no blank; empty at the end."""
         while True:
             blanks = _BLANKS.match(self.text, self.at)
             assert blanks
@@ -144,7 +144,7 @@ class _Cursor:
         return printable(f"{self.source.path}:{self._line()}{record}")
 
     def elements(self) -> Iterator[Found]:
-        """The elements of a list, behind which there is nothing."""
+        """Yields a list's elements; anything after the list is an error."""
         self.at += 1
         number = 0
         while self.peek() != "]" or number:
@@ -162,7 +162,7 @@ class _Cursor:
             raise self._error("Extra data behind the list")
 
     def value(self) -> tuple[Any, int]:
-        """The next value, and how many bytes of it, or before it, were replaced."""
+        """Returns the next value, and how many bytes of it, or before it, were replaced."""
         while True:
             try:
                 value, end = _DECODER.raw_decode(self.text, self.at)
@@ -218,7 +218,8 @@ class _Cursor:
 
 
 def _whole(value: Any, text: str, replaced: int) -> tuple[Any, int]:
-    """JSON can spell half a surrogate pair, which is no character and cannot be encoded."""
+    """Returns a value without halves of surrogate pairs, which JSON can spell and which cannot be
+    encoded, and how many bytes were replaced."""
     if "\\ud" in text.lower():
         try:
             json.dumps(value, ensure_ascii=False).encode()

@@ -71,13 +71,15 @@ MAGIC_NUMBERS = {
     rb"\x93NUMPY": ("a NumPy array", CONVERT),
     rb"\x89HDF\r\n": ("an HDF5 file", CONVERT),
 }
-"""How a file that is no text begins (a regular expression) -> what it is, and what to do."""
+"""Maps the beginning of a file that is no text (a regular expression) to what it is, and what to
+do."""
 HEAD_BYTES = 8192
+"""The beginning of a file by which its kind is told."""
 
 
 def record_suffix(path: Path) -> str | None:
-    """The suffix of a file of records, without that of its compression; None for other files.
-    Columns are compressed within their file, so `.parquet.gz` is not read."""
+    """Returns the suffix of a file of records, without that of its compression; None for other
+    files. Columns are compressed within their file, so `.parquet.gz` is not read."""
     suffix = path.suffix.lower()
     if suffix in COMPRESSED:
         suffix = path.with_suffix("").suffix.lower()
@@ -86,7 +88,7 @@ def record_suffix(path: Path) -> str | None:
 
 
 def compression(path: Path) -> str | None:
-    """The suffix by which a file of records says that it is compressed."""
+    """Returns the suffix by which a file of records says that it is compressed."""
     suffix = path.suffix.lower()
     return suffix if suffix in COMPRESSED and record_suffix(path) else None
 

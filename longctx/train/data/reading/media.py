@@ -68,7 +68,8 @@ _BEGINNINGS: dict[bytes, Medium] = {
     rb"ID3|OggS|fLaC|RIFF....WAVE|FORM....AIF|....ftypM4[AB]": "audio",
     rb"....ftyp|\x1aE\xdf\xa3|RIFF....AVI |\0\0\x01[\xb3\xba]|FLV\x01": "video",
 }
-"""How a file begins (a regular expression) -> its medium; the first that fits."""
+"""Maps the beginning of a file (a regular expression) to its medium; the first that fits is
+taken."""
 _DATA_URL = re.compile(r"data:(image|video|audio)[/;]")
 _BASE64 = r"[A-Za-z0-9+/]{32}"
 _CONTENT = ("data:", "{'bytes'", "b'", 'b"')

@@ -25,6 +25,7 @@ from longctx.train.data.reading.kinds import compression
 
 BLOCK_BYTES = 1 << 20
 GROWTH = 200
+"""The size to which a compressed file may unpack, as a multiple of its own."""
 GROWTH_FREE_BYTES = 64 << 20
 """Bytes to which a compressed file of any size may unpack: a small file whose lines repeat may
 shrink to less than one part in GROWTH."""
@@ -37,7 +38,7 @@ DECOMPRESSORS: dict[str, Callable[[Any], Any]] = {
 
 
 def check_growth(path: Path, read_bytes: int, cure: str) -> None:
-    """Raises UserError for a file of which so many bytes were unpacked that it is a bomb."""
+    """Raises UserError for a file that unpacks to so many bytes that it is a bomb."""
     if read_bytes > GROWTH_FREE_BYTES + GROWTH * path.stat().st_size:
         raise UserError(f"{path} unpacks to more than {GROWTH} times its size: {cure}")
 
@@ -57,7 +58,7 @@ class Text:
         return self._unpacked.read_bytes if self._unpacked else self.path.stat().st_size
 
     def lines(self) -> Iterator[tuple[str, int]]:
-        """The lines with their ends, and how many bytes of each were replaced."""
+        """Yields the lines with their ends, and how many bytes of each were replaced."""
         with closing(self._open()) as file:
             encoding = byte_order_mark(file.peek(4)[:4]) or "utf-8-sig"
             for line, replaced in _lines(file, encoding):
@@ -65,7 +66,7 @@ class Text:
                 yield line, replaced
 
     def blocks(self) -> Iterator[str]:
-        """The text in pieces of about BLOCK_BYTES, none of which ends within a character."""
+        """Yields the text in pieces of about BLOCK_BYTES, none of which ends within a character."""
         with closing(self._open()) as file:
             encoding = byte_order_mark(file.peek(4)[:4]) or "utf-8-sig"
             for text, replaced in _blocks(file, encoding):

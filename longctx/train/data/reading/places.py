@@ -91,8 +91,8 @@ def marked_turns(turns: Any, key: str, has_column: bool, where: str) -> tuple[An
 
 
 def marked_text(text: str, has_column: bool, at: str) -> str:
-    """Returns a text with MARK where it has WRITTEN, beside a column of pictures. Raises UserError
-    starting with `at` for a MARK of its own."""
+    """Returns a text of a record with a column of pictures, with MARK where it has WRITTEN. Raises
+    UserError starting with `at` for a MARK of its own."""
     if MARK in text:
         raise UserError(f"{at} has {MARK!r} in its text, which stands for a picture here")
     return text.replace(WRITTEN, MARK) if has_column else text
@@ -141,8 +141,8 @@ def pictures_of_places(
     messages: list[dict[str, Any]], own: list[Any], column: list[Any] | None, where: str
 ) -> list[Any]:
     """Returns the pictures of marked messages in their order, those of parts or of the column. If
-    nobody says where they stand, the first question gets their marks. Raises UserError starting
-    with `where` if there are not as many places as pictures."""
+    the record does not say where they stand, the first question gets their marks. Raises UserError
+    starting with `where` if there are not as many places as pictures."""
     places = sum(message["content"].count(MARK) for message in messages)
     if own and column:
         raise UserError(f"{where} has pictures in turns and in a column: leave one out")
@@ -150,7 +150,7 @@ def pictures_of_places(
     if len(pictures) != places and (places or not column):
         written = "image parts" if own else f"image parts or {WRITTEN}"
         raise UserError(f"{where} has {places} {written} and {many(len(pictures), 'picture')}")
-    if len(pictures) > places:  # a column, and nobody says where
+    if len(pictures) > places:  # a column, and the text does not say where
         _before_first_question(messages, len(pictures), where)
     return pictures
 

@@ -39,7 +39,7 @@ from longctx.train.data.reading.fields import (
 )
 from longctx.train.data.reading.groups import Rows
 from longctx.train.data.reading.turns import REASONING, read_turns
-from longctx.train.data.reading.values import is_flag, kind, shown
+from longctx.train.data.reading.values import excerpt, is_flag, kind
 
 PAIRS = "`chosen` and `rejected` beside a `prompt`, or as whole conversations"
 RATED = "`prompt`, `completion` and `label`"
@@ -60,8 +60,8 @@ def is_rated(given: Mapping[str, Any]) -> bool:
 
 
 def read_group(given: Mapping[str, Any], rows: Rows, where: str) -> Read | None:
-    """The kind and content of a record's document, for rows of groups; None where it has not the
-    keys of one. `given` are the record's keys that are not null.
+    """Returns the kind and content of a record's document, for rows of groups; None where it has
+    not the keys of one. `given` are the record's keys that are not null.
 
     Raises UserError starting with `where` for anything that is not understood.
     """
@@ -71,7 +71,8 @@ def read_group(given: Mapping[str, Any], rows: Rows, where: str) -> Read | None:
         label = given["label"]
         if not is_flag(label):
             raise UserError(
-                f"{where}: `label` must be true (a desirable answer) or false, found {shown(label)}"
+                f"{where}: `label` must be true (a desirable answer) or false, found "
+                f"{excerpt(label)}"
             )
         sides = [0 if label else 1]
     elif is_pair(given):
@@ -145,7 +146,7 @@ def _answers(
     given: Mapping[str, Any],
     where: str,
 ) -> Read:
-    """A prompt and its answers, in turns where one of them is."""
+    """Returns a prompt and its answers, in turns where one of them is."""
     if isinstance(before, str):
         if all(isinstance(answer, str) for answer in answers):
             no_template_keys(given, where)
@@ -169,7 +170,7 @@ def _answers(
 
 
 def _shared_turns(chosen: Turns, rejected: Turns, given: Mapping[str, Any], where: str) -> int:
-    """How many turns of two whole conversations are their prompt."""
+    """Returns how many turns of two whole conversations are their prompt."""
     shared = _shared(chosen, rejected)
     before = given.get("prompt")
     if isinstance(before, list | Mapping):
@@ -192,7 +193,7 @@ def _shared_turns(chosen: Turns, rejected: Turns, given: Mapping[str, Any], wher
 def _cut_turns(
     chosen: Turns, rejected: Turns, shared: int, given: Mapping[str, Any], where: str
 ) -> Read:
-    """Whole conversations, as a prompt of so many turns and two answers."""
+    """Returns whole conversations as a prompt, their first turns, and two answers."""
     answers = [chosen[shared:], rejected[shared:]]
     for key, answer in zip(PAIR, answers, strict=True):
         if not answer:
@@ -217,7 +218,7 @@ that its answers share by chance would be taken for the prompt."""
 
 
 def _cut_strings(texts: Sequence[str], given: Mapping[str, Any], where: str) -> Read:
-    """Whole strings, as a prompt and two answers."""
+    """Returns whole strings, as a prompt and two answers."""
     if named := next((key for key in _PROMPTS if isinstance(given.get(key), str)), None):
         raise UserError(
             f"{where}: `{named}` beside `chosen` and `rejected` is not read: call it `prompt`, or "
@@ -248,8 +249,8 @@ def _repeated(prompt: str, texts: Sequence[str]) -> bool:
 
 
 def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """How many turns or characters are the prompt: all before the first difference but a space,
-    and all but the last where there is no difference within the shorter one."""
+    """Returns how many turns or characters are the prompt: all before the first difference but a
+    space, and all but the last where there is no difference within the shorter one."""
     for i, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return i - 1 if i and first[i - 1] == " " else i
@@ -257,7 +258,7 @@ def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def _prompt(given: Mapping[str, Any], where: str) -> str | Turns | None:
-    """The prompt that a record names, under any of its names."""
+    """Returns the prompt that a record names, under any of its names."""
     for key in ("prompt", "messages", "conversations"):
         if key in given:
             if key == "prompt" and isinstance(given[key], str):
@@ -282,8 +283,8 @@ def _words(given: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _turns(given: Mapping[str, Any], key: str, where: str) -> tuple[Turns, list[int]]:
-    """The messages of a list of turns or of a single one, and the numbers of the assistant turns
-    that are not to be trained."""
+    """Returns the messages of a list of turns or of a single one, and the numbers of the assistant
+    turns that are not to be trained."""
     value = given[key]
     return read_turns([value] if isinstance(value, Mapping) else value, key, where)
 
@@ -314,5 +315,5 @@ def _check_answer(turns: Turns, key: str, where: str) -> None:
 def _margin(value: Any, where: str) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not -LARGEST_MARGIN <= value <= LARGEST_MARGIN:
-        raise UserError(f"{where}: `margin` must be a number, found {shown(value)}")
+        raise UserError(f"{where}: `margin` must be a number, found {excerpt(value)}")
     return float(value)

@@ -115,7 +115,7 @@ def _needed_by(rows: Rows) -> str:
 
 
 def _read_by(given: Mapping[str, Any], rows: Rows) -> str:
-    """The task that reads such a record, as the end of a message."""
+    """Returns the task that reads such a record, as the end of a message."""
     if is_pair(given):
         return f": {TASKS['pairs']} reads pairs"
     if rows != "text" and is_rated(given):

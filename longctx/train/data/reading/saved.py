@@ -15,16 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from longctx.errors import UserError
-from longctx.train.safety.files import read_json
+from longctx.train.safety.strange_files import read_json
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
-
-
-def is_saved(folder: Path) -> bool:
-    """Whether `load_from_disk` reads this folder."""
-    return _listed(folder / STATE, "_data_files") is not None or (
-        _listed(folder / SPLITS, "splits") is not None
-    )
 
 
 def not_saved(records: Sequence[Path], root: Path) -> dict[Path, str]:
@@ -50,7 +43,7 @@ def not_saved(records: Sequence[Path], root: Path) -> dict[Path, str]:
 
 
 def _listed(path: Path, key: str) -> list[Any] | None:
-    """The list under a key of a JSON file; None where there is none."""
+    """Returns the list under a key of a JSON file; None where there is none."""
     try:
         found = read_json(path)
     except (OSError, ValueError):

@@ -4,8 +4,8 @@
     chats.jsonl, a.json, a.csv,        one document a record (json_values.py, tables.py;
     a.parquet, a.jsonl.gz, ...         records.py says what a record holds)
 
-files.py says which files are read, kinds.py what a file is, and named.py reads --dataset_name.
-Every error is a one-line UserError that names the file (and line) and what to do.
+files.py says which files are read, kinds.py what a file is, and named_datasets.py reads
+--dataset_name. Every error is a one-line UserError that names the file (and line) and what to do.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def read_documents(
     max_samples: int | None = None,
     sees: bool = False,
 ) -> Iterator[Document]:
-    """The documents of files of text and of records, in order; blank ones are left out. They say
-    where they are from in printable words: a name may be bytes that are no text, or hold terminal
-    codes. Of each file of records, and of all text files together, `max_samples` are read. Where
-    the model `sees`, records may name pictures in the folder of their file.
+    """Yields the documents of files of text and of records, in order; blank ones are left out. They
+    say where they are from in printable words: a name may be bytes that are no text, or hold
+    terminal codes. Of each file of records, and of all text files together, `max_samples` are read.
+    Where the model `sees`, records may name pictures in the folder of their file.
 
     Raises UserError for a file of which more than UNDECODABLE_SHARE is not text, and for plain text
     where `rows` are made of records.

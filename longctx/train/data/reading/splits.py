@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import yaml
 
-from longctx.train.safety.files import read_small
+from longctx.train.safety.strange_files import read_small
 
 TRAIN = frozenset({"train", "training"})
 HELD_OUT = frozenset({"test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"})
@@ -38,23 +38,24 @@ HELD_OUT = frozenset({"test", "testing", "validation", "valid", "val", "dev", "e
 _BETWEEN = re.compile(r"[-._ 0-9]+")
 CARD_NAMES = ("README.md", ".huggingface.yaml")
 MOST_CARD_BYTES = 4 << 20
+"""A larger README of a folder is not read."""
 _NOTHING_ELSE = " (held-out rows by name: there are no others)"
 Side = Literal["train", "held out", ""]
 
 
 @dataclass
-class Choice:
+class SplitChoice:
     """The files of a folder to read as training rows, and the others."""
 
     read: list[Path]
     left: dict[Path, str] = field(default_factory=dict)
     """A file that is not read -> why, in brackets behind its name."""
     note: str | None = None
-    """What names or the README tell of `read`, to be put behind the names: empty for the training
+    """A note on `read` by names or the README, to be put behind the names: empty for the training
     rows of one set beside others, None where they tell nothing."""
 
 
-def choose(records: Sequence[Path], folder: Path) -> Choice:
+def choose(records: Sequence[Path], folder: Path) -> SplitChoice:
     """Returns which of a folder's files of records are read."""
     named = {path.relative_to(folder): path for path in records}
     configs = _configs(folder, list(named))
@@ -71,24 +72,24 @@ def choose(records: Sequence[Path], folder: Path) -> Choice:
         if path not in read:
             left.setdefault(path, "the README names it for no split that is read")
     note = _NOTHING_ELSE if any(sides[key] == "held out" for key in trained) else ""
-    return Choice(list(read), left, note if note or left or len(trained) > 1 else None)
+    return SplitChoice(list(read), left, note if note or left or len(trained) > 1 else None)
 
 
-def _by_side(sides: Mapping[Path, Side], folder: Path) -> Choice:
-    """The choice where names alone tell. Files with no word of a split are read as training rows;
-    held-out ones are read if there is nothing else."""
+def _by_side(sides: Mapping[Path, Side], folder: Path) -> SplitChoice:
+    """Returns the choice where names alone tell. Files with no word of a split are read as training
+    rows; held-out ones are read if there is nothing else."""
     read = [path for path, side in sides.items() if side != "held out"]
     if not read:
-        return Choice(list(sides), note=_NOTHING_ELSE if sides else None)
+        return SplitChoice(list(sides), note=_NOTHING_ELSE if sides else None)
     left = {path: "not the split train" for path in sides if sides[path] == "held out"}
     told = any(sides.values())
     sets = {_set_of(path.relative_to(folder)) for path in read}
-    return Choice(read, left, "" if left or (told and len(sets) > 1) else None)
+    return SplitChoice(read, left, "" if left or (told and len(sets) > 1) else None)
 
 
 def _side(path: Path) -> Side:
-    """The side of a file by the words of its folders, the outermost first, and then of its name. A
-    part with words of both sides (`train_test`) tells nothing."""
+    """Returns the side of a file by the words of its folders, the outermost first, and then of its
+    name. A part with words of both sides (`train_test`) tells nothing."""
     for part in path.parts:
         if side := _words_side(part):
             return side
@@ -103,7 +104,7 @@ def _words_side(name: str) -> Side:
 
 
 def _set_of(path: Path) -> tuple[str, ...]:
-    """A file's name without the words of splits and the numbers of shards."""
+    """Returns a file's name without the words of splits and the numbers of shards."""
     words = [word for part in path.parts for word in _BETWEEN.split(part.lower())]
     return tuple(word for word in words if word and word not in TRAIN | {"of"})
 
@@ -118,7 +119,8 @@ class _Config:
 
 
 def _configs(folder: Path, files: Sequence[Path]) -> list[_Config]:
-    """The README's configurations that match files: its default one alone, where it has one."""
+    """Returns the README's configurations that match files: its default one alone, where it has
+    one."""
     found = []
     for entry in _entries(folder):
         name, root = str(entry["config_name"]), Path(str(entry.get("data_dir") or ""))
@@ -140,7 +142,8 @@ def _configs(folder: Path, files: Sequence[Path]) -> list[_Config]:
 
 
 def _entries(folder: Path) -> list[Mapping[str, Any]]:
-    """The entries of `configs` in the YAML of a folder's README; none where it is broken."""
+    """Returns the entries of `configs` in the YAML of a folder's README; none where it is
+    broken."""
     card: dict[str, Any] = {}
     for name in CARD_NAMES:
         try:
@@ -159,7 +162,7 @@ def _entries(folder: Path) -> list[Mapping[str, Any]]:
 
 
 def _patterns(given: Any) -> Iterator[tuple[str, str]]:
-    """The splits and patterns of a README's `data_files`."""
+    """Yields the splits and patterns of a README's `data_files`."""
     for item in given if isinstance(given, list) else [given]:
         split, paths = "train", item
         if isinstance(item, Mapping):

@@ -46,13 +46,17 @@ VALUES = frozenset(
 )
 """Columns whose cells are JSON, or a word."""
 MOST_CELL_CHARS = 1 << 30
+"""The csv module refuses cells of more than 131072 characters by default, and a document may be a
+cell."""
 BATCH_ROWS = 32
+"""Rows that are in memory together: a row may hold a document of megabytes."""
 ROW_PIECES_BYTES = 1 << 20
+"""The buffer of a column while a Parquet file is read."""
 SHOWN_COLUMNS = 12
 
 
 def read_cells(text: Text) -> Iterator[Found]:
-    """The records of a CSV or TSV file, whose first line names the columns.
+    """Yields the records of a CSV or TSV file, whose first line names the columns.
 
     Raises UserError, with the line, for no column of a record, a column that stands twice, a row of
     more or fewer cells than there are columns, and quotes that do not match.
@@ -96,13 +100,13 @@ def read_cells(text: Text) -> Iterator[Found]:
 
 
 def columns_of_cells(text: Text) -> list[str]:
-    """The columns that the first line of a CSV or TSV file names."""
+    """Returns the columns that the first line of a CSV or TSV file names."""
     line = _header(text.path, (line for line, _ in text.lines()))
     return _split(line, _delimiter(text.path, line))
 
 
 def read_columns(path: Path) -> Iterator[Found]:
-    """The rows of a Parquet or Arrow file. Raises UserError for a broken one."""
+    """Yields the rows of a Parquet or Arrow file. Raises UserError for a broken one."""
     number = read_bytes = 0
     try:
         with path.open("rb") as file:
@@ -143,7 +147,8 @@ def _batches(path: Path, file: IO[bytes]) -> Iterator[pa.RecordBatch]:
 
 
 def _header(path: Path, lines: Iterator[str]) -> str:
-    """The first line. Raises UserError where it is all, since the lines end as on old Macs."""
+    """Returns the header line. Raises UserError for a file whose lines end with a carriage return
+    alone."""
     first = next(lines, "")
     if "\r" in first.rstrip("\r\n"):
         old, new = (shlex.quote(str(p)) for p in (path, path.with_stem(f"{path.stem}.lf")))
@@ -158,14 +163,15 @@ def _split(line: str, delimiter: str) -> list[str]:
 
 
 def _delimiter(path: Path, line: str) -> str:
-    """Between the cells: spreadsheets write semicolons where the comma is the decimal sign."""
+    """Returns the sign between the cells: spreadsheets write semicolons where the comma is the
+    decimal sign."""
     if record_suffix(path) == ".tsv":
         return "\t"
     return next((sign for sign in ",;\t" if has_form(_split(line, sign))), ",")
 
 
 def _checked_names(path: Path, cells: list[str]) -> list[str]:
-    """The columns of a header."""
+    """Returns the columns of a header."""
     columns = [name.strip() for name in cells]
     if not has_form(columns):
         raise UserError(
@@ -189,7 +195,7 @@ def _listed(columns: Sequence[str]) -> str:
 
 
 def cell_value(name: str, cell: str) -> Any:
-    """The value of a cell in the column `name`; None for an empty one that is no text."""
+    """Returns the value of a cell in the column `name`; None for an empty one that is no text."""
     if name in STRINGS:
         return _turns_or_text(cell) if name in STRINGS_OR_TURNS else cell
     if not cell.strip():
@@ -203,7 +209,7 @@ def cell_value(name: str, cell: str) -> Any:
 
 
 def _turns_or_text(cell: str) -> Any:
-    """A list of turns where the cell is one in JSON."""
+    """Returns a list of turns where the cell is one in JSON."""
     if not cell.lstrip().startswith("[{"):
         return cell
     try:
@@ -215,7 +221,7 @@ def _turns_or_text(cell: str) -> Any:
 
 
 def _named_pictures(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with a data URL for each picture whose bytes it holds."""
+    """Returns the record with a data URL for each picture whose bytes it holds."""
     return {
         key: _without_bytes(value) if key in (*PICTURES, *TURNS) else value
         for key, value in record.items()

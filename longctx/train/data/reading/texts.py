@@ -91,7 +91,7 @@ def _chat(
 
 
 def _alpaca(given: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """The exchanges of an Alpaca record."""
+    """Returns the exchanges of an Alpaca record."""
     asked, answer = alpaca_question(given, where), string(given, "output", where)
     if not answer.strip():
         raise UserError(f"{where}: `output` is empty, so there is nothing to train on")

@@ -15,7 +15,7 @@ from typing import Any
 
 from longctx.errors import UserError
 from longctx.train.data.reading.media import COLUMNS, CURES, NOUNS, PARTS, part_medium
-from longctx.train.data.reading.values import check_depth, fault, is_flag, kind, parse_json, shown
+from longctx.train.data.reading.values import check_depth, excerpt, fault, is_flag, kind, parse_json
 
 ROLES = {
     "system": "system",
@@ -33,7 +33,8 @@ ROLES = {
 }
 """A role in small letters -> what chat templates call it."""
 NAMES = {"messages": ("role", "content"), "conversations": ("from", "value")}
-"""How a turn's role and text are called in a list of this name; both pairs are read in either."""
+"""Maps the name of a list of turns to the keys of a turn's role and text; both pairs of keys are
+read in either list."""
 TURNS = (*NAMES, "prompt", "completion", "chosen", "rejected")
 """The keys under which a record may have turns."""
 TEXT_PARTS = (None, "text", "input_text", "output_text")
@@ -86,8 +87,8 @@ def listed_turns(value: Any, key: str, where: str) -> Any:
 
 
 def read_turns(turns: Any, key: str, where: str) -> tuple[list[dict[str, Any]], list[int]]:
-    """The messages for the chat template, and the numbers of the assistant turns that are not
-    trained (from 0).
+    """Returns the messages for the chat template, and the numbers of the assistant turns that are
+    not trained (from 0).
 
     Raises UserError starting with `where` for a turn that is not understood.
     """
@@ -160,7 +161,7 @@ def _others(names: tuple[str, str]) -> tuple[str, str]:
 
 
 def _either(turn: Mapping[str, Any], name: str, other: str, at: str) -> tuple[str, Any]:
-    """The value under one of two names, and that name: exports mix them."""
+    """Returns the value under one of two names, and that name: exports mix them."""
     if turn.get(other) is None:
         return name, turn.get(name)
     if turn.get(name) not in (None, turn[other]):
@@ -173,10 +174,10 @@ def _is_trained(turn: Mapping[str, Any], role: str, at: str) -> bool:
     for key, value in said.items():
         if not is_flag(value):
             wanted = "0 or 1" if key == "weight" else "true or false"
-            raise UserError(f"{at}: `{key}` must be {wanted}, found {shown(value)}")
+            raise UserError(f"{at}: `{key}` must be {wanted}, found {excerpt(value)}")
         if value and role != "assistant":
             raise UserError(
-                f"{at}: `{key}` is {shown(value)} on a {role} turn, but only assistant turns are "
+                f"{at}: `{key}` is {excerpt(value)} on a {role} turn, but only assistant turns are "
                 "trained: leave it out there"
             )
     if len({bool(value) for value in said.values()}) > 1:
@@ -216,8 +217,9 @@ def _check_reasoning(keys: Mapping[str, Any], at: str) -> None:
 
 
 def _all_calls(keys: dict[str, Any], role: str, content: Any, at: str) -> list[dict[str, Any]]:
-    """The calls of a turn, under whichever name, which are taken out of `keys`; arguments become
-    objects. OpenAI's API keeps them as JSON in a string, which most templates would quote again."""
+    """Returns the calls of a turn, under whichever name, which are taken out of `keys`; arguments
+    become objects. OpenAI's API keeps them as JSON in a string, which most templates would quote
+    again."""
     found: dict[str, Any] = {}
     if one := keys.pop("function_call", None):  # OpenAI's, before there could be several
         if not isinstance(one, Mapping):
@@ -238,7 +240,7 @@ def _all_calls(keys: dict[str, Any], role: str, content: Any, at: str) -> list[d
 
 
 def _share_gpt_calls(text: str, at: str) -> list[Any]:
-    """One call, or a list of them, that is the text of a turn."""
+    """Returns one call, or a list of them, that is the text of a turn."""
     try:
         (calls,) = _parsed(f"[{text}]", at)
     except (UserError, ValueError) as error:
@@ -264,7 +266,7 @@ def _function(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(call: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """A call with its arguments as an object, in which nulls are values."""
+    """Returns a call with its arguments as an object, in which nulls are values."""
     call = {key: value for key, value in call.items() if value is not None}
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _call(call["function"], at)}

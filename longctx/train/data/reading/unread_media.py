@@ -1,5 +1,5 @@
 """Columns of media: each is read, refused, or said to be left out. None is dropped in silence,
-since the place of a picture that nobody reads would be trained as a word.
+since the place of a picture that is not read would be trained as a word.
 
     {"videos": ["clip.mp4"], ...}                    its value is a file of a medium
     {"video": "a title", "text": "<video> ..."}      the text has the medium's place

@@ -19,8 +19,8 @@ def is_flag(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) and value in (0, 1)
 
 
-def shown(value: Any) -> str:
-    """A value as JSON writes it, shortened."""
+def excerpt(value: Any) -> str:
+    """Returns a value as JSON writes it, shortened."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
@@ -29,9 +29,9 @@ def shown(value: Any) -> str:
 
 
 def without_padding(value: Any, feature: Any) -> Any:
-    """The value of an Arrow column without the nulls by which Arrow fills a struct's absent keys.
-    Columns of JSON hold what was written, nulls too. `feature` is the column's type in datasets;
-    where it is None, each null of an object is taken for padding."""
+    """Returns the value of an Arrow column without the nulls by which Arrow fills a struct's absent
+    keys. Columns of JSON hold what was written, nulls too. `feature` is the column's type in
+    datasets; where it is None, each null of an object is taken for padding."""
     if isinstance(feature, Json):
         return value
     if isinstance(value, Mapping):
@@ -45,7 +45,7 @@ def without_padding(value: Any, feature: Any) -> Any:
 
 
 def read_row(row: Mapping[str, Any], features: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A dataset's row as a record of its own: columns stay, null or not."""
+    """Returns a dataset's row as a record of its own: columns stay, null or not."""
     return {key: without_padding(value, (features or {}).get(key)) for key, value in row.items()}
 
 
@@ -71,7 +71,7 @@ def check_depth(value: Any, where: str) -> None:
 
 
 def fault(error: Exception) -> str:
-    """Why a text is not JSON, from the error of its parser."""
+    """Returns why a text is not JSON, from the error of its parser."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg.removesuffix(' starting at')} at column {error.colno}"
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)

@@ -32,7 +32,8 @@ if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
     from longctx.train.data.pictures.processor import Pictures
 
 NO_TOKEN_CHARS = 100
-"""So much text without a token, and the tokenizer knows no word or its normalizer deletes all."""
+"""The number of characters after which a text without a token shows that the tokenizer knows no
+word or that its normalizer deletes all."""
 ENCODE_CHARS = WINDOW_CHARS  # tokenised together: more is no faster and takes 600 bytes a token
 
 
@@ -114,7 +115,8 @@ def check_vocabulary(largest_token_id: int, vocab_size: int | None) -> None:
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> int:
-    """Padding is never trained and shares no attention, so any id the model knows will do."""
+    """Returns the id of padding. Padding is never trained and shares no attention, so any id the
+    model knows will do."""
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None and (vocab_size is None or token_id < vocab_size):
             return token_id
@@ -122,12 +124,14 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> 
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
-    """A text's tokens (n,) int32 with the special tokens that the tokenizer adds, once each."""
+    """Returns a text's tokens (n,) int32 with the special tokens that the tokenizer adds, once
+    each."""
     return _once(tokenise(tokenizer, text).ids, tokenizer)
 
 
 def _once(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """The tokens without the bos or eos that the tokenizer added to a text which has its own."""
+    """Returns the tokens without the bos or eos that the tokenizer added to a text which has its
+    own."""
 
     def adds(place: int) -> bool:
         alone = tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -149,7 +153,7 @@ def _completion(document: Document, tokenizer: PreTrainedTokenizerBase) -> Piece
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> np.ndarray:
-    """A prompt's tokens (n,) int32: bos where the tokenizer adds one, and no eos."""
+    """Returns a prompt's tokens (n,) int32: bos where the tokenizer adds one, and no eos."""
     ids = text_ids(tokenizer, prompt)
     return ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_token_id else ids
 
@@ -194,7 +198,8 @@ def _chats(
 
 
 def _overlaps(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """Which tokens hold a character of a span. offsets: (n, 2) characters; returns (n,) bool.
+    """Returns which tokens hold a character of a span. offsets: (n, 2) characters; returns (n,)
+    bool.
 
     Some tokenizers trim spaces off a token's offsets, so a token begins where the one before
     ended, unless several tokens share one character (then they share its offsets).
@@ -214,13 +219,13 @@ def _piece(ids: np.ndarray, trained_from: int) -> Piece:
 
 
 def with_end(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """The tokens (n,) int32 with the tokenizer's eos at their end."""
+    """Returns the tokens (n,) int32 with the tokenizer's eos at their end."""
     eos = tokenizer.eos_token_id
     return ids if eos is None or (len(ids) and ids[-1] == eos) else np.append(ids, np.int32(eos))
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
-    """(n,) int32 for each of several texts."""
+    """Returns the tokens (n,) int32 of each of several texts."""
     if len(texts) == 1:
         return [text_ids(tokenizer, texts[0])]
     encoded = call(tokenizer, texts)
@@ -228,7 +233,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarra
 
 
 def _groups(items: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Consecutive items of at most ENCODE_CHARS characters together (a larger one alone)."""
+    """Yields consecutive items of at most ENCODE_CHARS characters together (a larger one alone)."""
     group: list[int] = []
     total = 0
     for item, size in zip(items, sizes, strict=True):

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from longctx.errors import UserError
 from longctx.train.data.chat.rendering import continued
-from longctx.train.data.reading.groups import Group
+from longctx.train.data.reading.groups import AnswerGroup
 from longctx.train.data.reading.records import CHAT_ANSWERS, Document
 from longctx.train.data.text.encoding import (
     check_chat_template,
@@ -49,14 +49,14 @@ def encode_groups(
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None = None,
     pictures: Pictures | None = None,
-) -> list[Group]:
+) -> list[AnswerGroup]:
     """Tokenises documents of prompts with their answers, in order. `pictures` are those of a model
     that sees some.
 
     Raises UserError for what the chat template refuses, an answer without a token, a picture that
     is none and a token id of `vocab_size` or more.
     """
-    # To its end, or the process that renders would be taken for one that nobody hears.
+    # To its end, or the process that renders would be taken for one that hangs.
     in_turns = [document for document in documents if document.kind in CHAT_ANSWERS]
     chats = iter([*_chats(in_turns, tokenizer, pictures)])
     groups = [
@@ -75,7 +75,7 @@ def encode_groups(
 
 def _strings(
     document: Document, tokenizer: PreTrainedTokenizerBase, pictures: Pictures | None
-) -> Group:
+) -> AnswerGroup:
     content = document.content
     prompt = prompt_ids(tokenizer, content["prompt"])
     if content.get("joined"):
@@ -96,7 +96,7 @@ def _strings(
 
 def _chats(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, pictures: Pictures | None
-) -> Iterator[Group]:
+) -> Iterator[AnswerGroup]:
     for document in documents[:1]:
         check_chat_template(tokenizer, document.where)
     texts = continued(documents, tokenizer, parts=pictures is not None)
@@ -139,8 +139,8 @@ def cut_at_shared(
     prompt: np.ndarray,  # (n,) int32
     whole: Sequence[np.ndarray],  # (m_i,) int32 each: prompt and answer
 ) -> tuple[np.ndarray, list[np.ndarray], int]:
-    """The tokens that the prompt and all wholes begin with, what each whole has after them, and the
-    number of the prompt's tokens that are none of them."""
+    """Returns the tokens that the prompt and all wholes begin with, what each whole has after them,
+    and the number of the prompt's tokens that are none of them."""
     shared = min(_common(prompt, ids) for ids in whole)
     return prompt[:shared], [ids[shared:] for ids in whole], len(prompt) - shared
 
@@ -165,8 +165,8 @@ def _start(tokenizer: PreTrainedTokenizerBase, where: str) -> np.ndarray:
 
 def _group(
     content: dict[str, Any], prompt: np.ndarray, answers: Sequence[np.ndarray], dropped: int = 0
-) -> Group:
-    return Group(
+) -> AnswerGroup:
+    return AnswerGroup(
         prompt,
         tuple(answers),
         tuple(content["sides"]),

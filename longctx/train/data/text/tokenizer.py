@@ -30,9 +30,9 @@ from longctx.system import expanded
 from longctx.train.data.pack.cache import cache_path, digest, mark_used, write_text
 from longctx.train.data.reading.files import stdlib_files
 from longctx.train.data.reading.sources import read_documents
-from longctx.train.data.text.trial import try_tokenizer
+from longctx.train.data.text.tokenizer_trial import try_tokenizer
 from longctx.train.options.config import DataArguments, ModelArguments
-from longctx.train.safety.files import MOST_JSON_BYTES, read_small, refuse_odd, refuse_run
+from longctx.train.safety.strange_files import MOST_JSON_BYTES, read_small, refuse_odd, refuse_run
 
 LARGEST_ID = 2**24
 """The largest vocabularies have 300,000 tokens."""
@@ -52,7 +52,7 @@ CHAT_TEMPLATE = """\
 
 
 def load_tokenizer(model_args: ModelArguments, data_args: DataArguments) -> PreTrainedTokenizerBase:
-    """The tokenizer named by --tokenizer_name, else the model's own, else the default one.
+    """Returns the tokenizer named by --tokenizer_name, else the model's own, else the default one.
 
     Raises UserError when a folder or hub id holds no usable tokenizer.
     """
@@ -76,7 +76,7 @@ def default_tokenizer(cache_dir: Path, vocab_size: int = VOCAB_SIZE) -> PreTrain
 
 
 def as_pretrained(backend: Tokenizer) -> PreTrainedTokenizerFast:
-    """A backend of `train_backend` with its special tokens' roles and the chat template."""
+    """Returns a backend of `train_backend` with its special tokens' roles and the chat template."""
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=BOS,
@@ -88,7 +88,7 @@ def as_pretrained(backend: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def train_backend(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE with the four special tokens first and <|bos|> before every text."""
+    """Trains a byte-level BPE with the four special tokens first and <|bos|> before every text."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -121,7 +121,7 @@ def _load_backend(path: Path) -> Tokenizer | None:
 def read_tokenizer(
     name: str, *, trust_remote_code: bool = False, remedy: str = "give one with --tokenizer_name"
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, a GGUF file or a hub id. Raises UserError, which names a
+    """Returns the tokenizer of a folder, a GGUF file or a hub id. Raises UserError, which names a
     `remedy`."""
     path = expanded(name)
     options: dict[str, str] = {}

@@ -1,8 +1,8 @@
 """Records into tokens, once a tokenizer: one row a record, on disk.
 
 A row is a document's tokens and which of them are trained (encoding.py), or the tokens of a prompt
-and its answers (encoding_groups.py). Rows of `seq_len` are packed from them (rows.py); another
-length, seed or way to cut long documents tokenises nothing again.
+and its answers (encoding_groups.py). Rows of `seq_len` are packed from them (packed_rows.py);
+another length, seed or way to cut long documents tokenises nothing again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from longctx.train.data.reading.groups import (
     GROUP_SEEN_FEATURES,
     GROUP_TOKEN_FEATURES,
     SEEN,
-    Group,
+    AnswerGroup,
     Rows,
     columns_of,
     group_of,
@@ -56,7 +56,8 @@ BATCH_DOCUMENTS = 256
 # 20,000 conversations of six turns take 13.3 s in one process and 6.9 s in two (two cores).
 DOCUMENTS_PER_PROCESS = 5_000
 SEEN_PER_PROCESS = 100
-"""Those with pictures, each of which is opened."""
+"""The fewest documents with pictures for each process. There are few, since each picture is
+opened."""
 
 
 def tokens_of(
@@ -68,8 +69,8 @@ def tokens_of(
     rows: Rows,
     pictures: Pictures | None = None,
 ) -> Dataset:
-    """One row a record: the rows of the dataset `name`, or our documents where that is None.
-    `pictures` are those of a model that sees some."""
+    """Returns one row a record, of the dataset `name` or, if that is None, of documents of files.
+    `pictures` reads the pictures for a model that sees images."""
     cached = open_arrow(path, len(records))
     if cached is not None:
         return cached
@@ -114,9 +115,9 @@ class Reader:
     datasets pickles functions with all that they call, as deep as that goes."""
 
     types: Features
-    """Of the records' columns."""
+    """Types of the records' columns."""
     name: str | None
-    """Of the dataset; None: our own documents."""
+    """Name of the dataset; None for documents of files."""
     rows: Rows
     sees: bool
     """Whether records may name pictures."""
@@ -133,14 +134,14 @@ class Reader:
 
 @dataclass(frozen=True)
 class _Tokenise:
-    """What `datasets.map` calls with a batch of records."""
+    """The function that `datasets.map` calls with a batch of records."""
 
     reader: Reader
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int | None
     pictures: Pictures | None
     names: list[str]
-    """Of the columns to make."""
+    """Names of the columns to make."""
 
     def __call__(self, batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
         values = zip(*batch.values(), strict=True)
@@ -157,13 +158,13 @@ class _Tokenise:
 
 
 def folder_of(name: str) -> Path:
-    """Where paths of a dataset's pictures begin: a local one's folder."""
+    """Returns the folder in which paths of a dataset's pictures begin: that of a local dataset."""
     folder = expanded(name)
     return folder if folder.is_dir() else Path()
 
 
 def kinds_of(records: Dataset, rows: Rows) -> set[str]:
-    """Kinds of documents, of our own or of a dataset by its columns (Document.kind)."""
+    """Returns the kinds of documents, of our own or of a dataset by its columns (Document.kind)."""
     columns = set(records.column_names)
     if set(DOCUMENT_FEATURES) <= columns:
         return set(records.unique("kind"))
@@ -191,7 +192,7 @@ def kinds_of(records: Dataset, rows: Rows) -> set[str]:
 def _processes(
     records: Dataset, tokenizer: PreTrainedTokenizerBase, rows: Rows, *, sees: bool
 ) -> int | None:
-    """Worker processes for tokenising; None where this one is fastest.
+    """Returns the number of worker processes for tokenising; None where this one is fastest.
 
     Fast tokenizers use every core by themselves, chat templates and slow tokenizers only one.
     """
@@ -203,7 +204,7 @@ def _processes(
 
 
 def pieces_of(tokens: Dataset, order: Iterable[int]) -> Iterator[Piece]:
-    """The documents of `tokens_of` with these numbers, in this order."""
+    """Yields the documents of `tokens_of` with these numbers, in this order."""
     column = {name: tokens.data.column(name) for name in tokens.column_names}
     for i in order:
         ids, trained = (
@@ -213,8 +214,8 @@ def pieces_of(tokens: Dataset, order: Iterable[int]) -> Iterator[Piece]:
         yield Piece(ids, trained, int(i), *seen)
 
 
-def groups_of(tokens: Dataset, order: Iterable[int]) -> Iterator[Group]:
-    """The groups of `tokens_of` with these numbers, in this order."""
+def groups_of(tokens: Dataset, order: Iterable[int]) -> Iterator[AnswerGroup]:
+    """Yields the groups of `tokens_of` with these numbers, in this order."""
     column = {name: tokens.data.column(name) for name in tokens.column_names}
     for i in order:
         ids, lengths, sides = (

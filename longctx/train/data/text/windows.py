@@ -38,14 +38,15 @@ from transformers import PreTrainedTokenizerBase
 
 from longctx.errors import UserError, one_line, print_rank0
 
-WINDOW_CHARS = 1 << 18
-OVERLAP_CHARS = 1 << 13
+WINDOW_CHARS = 1 << 18  # a longer text is tokenised in windows of this size
+OVERLAP_CHARS = 1 << 13  # that neighbouring windows share
 MARGIN_CHARS = 1 << 11  # at either end of an overlap, where windows may disagree
 BATCH_WINDOWS = 4  # tokenised together, on as many cores
 LARGE_CHARS = 1 << 24
 """A window of this size is worth a word to the user: 16M characters need 3 GiB."""
 BYTES_A_TOKEN = 600
-"""What the tokenizers library takes: 588 measured on Python sources of 3.9 characters a token."""
+"""Memory that the tokenizers library takes: 588 measured on Python sources of 3.9 characters a
+token."""
 
 _NORMALIZERS = frozenset(
     "NFC NFD NFKC NFKD Nmt Lowercase StripAccents BertNormalizer Strip Prepend Replace Precompiled"
@@ -60,7 +61,7 @@ _ATOM = re.compile(r"(\\[pP]\{[^}]*\}|\\.|\[(?:\\.|[^\]\\])+\]|.)([*+]|\{\d*,\})
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TextTokens:
     ids: np.ndarray  # (n,) int32
     offsets: np.ndarray | None = None  # (n, 2) int64: each token's [start, end) in the text
 
@@ -71,8 +72,8 @@ def tokenise(
     *,
     add_special_tokens: bool = True,
     offsets: bool = False,
-) -> Tokens:
-    """What `tokenizer(text)` gives, as arrays. Offsets need a fast tokenizer and no special
+) -> TextTokens:
+    """Returns what `tokenizer(text)` gives, as arrays. Offsets need a fast tokenizer and no special
     tokens."""
     ends = _special_tokens(tokenizer, text) if add_special_tokens else ([], [])
     if len(text) <= WINDOW_CHARS or ends is None or not _sees_near(tokenizer):
@@ -82,7 +83,7 @@ def tokenise(
     spliced = _Spliced(tokenizer, text, offsets)
     before, after = (np.array(ids, dtype=np.int32) for ids in ends)
     ids = np.concatenate([before, *spliced.take("ids"), after])
-    return Tokens(ids, np.concatenate(list(spliced.take("offsets"))) if offsets else None)
+    return TextTokens(ids, np.concatenate(list(spliced.take("offsets"))) if offsets else None)
 
 
 def call(tokenizer: PreTrainedTokenizerBase, texts: str | list[str], **options: Any) -> Any:
@@ -106,12 +107,12 @@ def call(tokenizer: PreTrainedTokenizerBase, texts: str | list[str], **options: 
 
 def _whole(
     tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool, offsets: bool
-) -> Tokens:
+) -> TextTokens:
     encoded = call(
         tokenizer, text, add_special_tokens=add_special_tokens, return_offsets_mapping=offsets
     )
     spans = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2) if offsets else None
-    return Tokens(np.array(encoded["input_ids"], np.int32), spans)
+    return TextTokens(np.array(encoded["input_ids"], np.int32), spans)
 
 
 @dataclass
@@ -195,8 +196,8 @@ class _Spliced:
 
 
 def _stretch(encoding: Encoding, shift: int, start: int, end: int) -> _Stretch:
-    """The tokens in text[start:end] without its margins; `shift` is where the encoding's text
-    begins."""
+    """Returns the tokens in text[start:end] without its margins; `shift` is where the encoding's
+    text begins."""
 
     def span(token: int) -> tuple[int, int]:
         return encoding.token_to_chars(token) or (0, 0)  # None: a token that is not of the text
@@ -215,7 +216,8 @@ def _stretch(encoding: Encoding, shift: int, start: int, end: int) -> _Stretch:
 
 
 def _cut(left: _Stretch, right: _Stretch, inside_words: bool) -> tuple[int, int] | None:
-    """The number of a token in both windows, where the second takes over; None if they disagree."""
+    """Returns the number of a token in both windows, where the second takes over; None if they
+    disagree."""
     if not np.array_equal(left.tokens, right.tokens):
         return None
     places = np.arange(len(left.tokens)) if inside_words else np.flatnonzero(left.tokens[:, 3])
