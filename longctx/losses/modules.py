@@ -18,8 +18,6 @@ if the head trains, else 4 V D forward; and 2 V E for reference states with E fe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -43,35 +41,10 @@ from longctx.losses.without_reference import (
 )
 
 
-class LinearDPOLoss(LinearAnswers):
+class LinearDPOLoss(LinearAnswers, options=DPOOptions):
     """The mean of `dpo_loss` over pairs of answers, from hidden states. Options are those of
     `dpo_loss`, and `temperature`, `softcap` and `logits_bytes` those of `linear_log_probs`.
     `chosen_rewards` are beta (log pi - log pi_ref)."""
-
-    def __init__(
-        self,
-        *,
-        loss_type: str | Sequence[str] = "sigmoid",
-        loss_weights: Sequence[float] | None = None,
-        beta: float = 0.1,
-        label_smoothing: float = 0.0,
-        f_divergence_type: str = "reverse_kl",
-        f_alpha_divergence_coef: float = 0.5,
-        discopop_tau: float = 0.05,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        logits_bytes: int | None = None,
-    ) -> None:
-        options = DPOOptions(
-            loss_type=loss_type,
-            loss_weights=loss_weights,
-            beta=beta,
-            label_smoothing=label_smoothing,
-            f_divergence_type=f_divergence_type,
-            f_alpha_divergence_coef=f_alpha_divergence_coef,
-            discopop_tau=discopop_tau,
-        )
-        super().__init__(options, temperature, softcap, logits_bytes)
 
     def forward(
         self,
@@ -102,19 +75,9 @@ class LinearDPOLoss(LinearAnswers):
         )
 
 
-class LinearORPOLoss(LinearAnswers):
+class LinearORPOLoss(LinearAnswers, options=ORPOOptions):
     """The mean of `orpo_loss` over pairs of answers, from hidden states. `chosen_rewards` are beta
     times the mean log-probabilities of tokens."""
-
-    def __init__(
-        self,
-        *,
-        beta: float = 0.1,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        logits_bytes: int | None = None,
-    ) -> None:
-        super().__init__(ORPOOptions(beta=beta), temperature, softcap, logits_bytes)
 
     def forward(
         self,
@@ -158,34 +121,11 @@ class LinearORPOLoss(LinearAnswers):
         )
 
 
-class LinearCPOLoss(LinearAnswers):
+class LinearCPOLoss(LinearAnswers, options=CPOOptions):
     """The mean of `cpo_loss` over pairs of answers, from hidden states. Options are those of
     `cpo_loss`. The cross-entropy is the mean over the chosen answers' tokens in the batch, as in
     TRL. `chosen_rewards` are beta times log-probabilities, for ipo and simpo their means over
     tokens, transformed by `alpha`."""
-
-    def __init__(
-        self,
-        *,
-        loss_type: str = "sigmoid",
-        beta: float = 0.1,
-        label_smoothing: float = 0.0,
-        cpo_alpha: float = 1.0,
-        simpo_gamma: float = 0.5,
-        alpha: float = 0.0,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        logits_bytes: int | None = None,
-    ) -> None:
-        options = CPOOptions(
-            loss_type=loss_type,
-            beta=beta,
-            label_smoothing=label_smoothing,
-            cpo_alpha=cpo_alpha,
-            simpo_gamma=simpo_gamma,
-            alpha=alpha,
-        )
-        super().__init__(options, temperature, softcap, logits_bytes)
 
     def forward(
         self,
@@ -212,55 +152,13 @@ class LinearCPOLoss(LinearAnswers):
         )
 
 
-class LinearSimPOLoss(LinearCPOLoss):
+class LinearSimPOLoss(LinearCPOLoss, options=CPOOptions, loss_type="simpo", cpo_alpha=0.0):
     """The mean of `simpo_loss` over pairs of answers, from hidden states: `LinearCPOLoss` with
     loss_type="simpo" and cpo_alpha=0. The other options are those of `simpo_loss`."""
 
-    def __init__(
-        self,
-        *,
-        beta: float = 0.1,
-        simpo_gamma: float = 0.5,
-        label_smoothing: float = 0.0,
-        alpha: float = 0.0,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        logits_bytes: int | None = None,
-    ) -> None:
-        super().__init__(
-            loss_type="simpo",
-            beta=beta,
-            label_smoothing=label_smoothing,
-            cpo_alpha=0.0,
-            simpo_gamma=simpo_gamma,
-            alpha=alpha,
-            temperature=temperature,
-            softcap=softcap,
-            logits_bytes=logits_bytes,
-        )
 
-
-class LinearKTOLoss(LinearAnswers):
+class LinearKTOLoss(LinearAnswers, options=KTOOptions):
     """The mean of `kto_loss` over answers, from hidden states. Options are those of `kto_loss`."""
-
-    def __init__(
-        self,
-        *,
-        loss_type: str = "kto",
-        beta: float = 0.1,
-        desirable_weight: float = 1.0,
-        undesirable_weight: float = 1.0,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        logits_bytes: int | None = None,
-    ) -> None:
-        options = KTOOptions(
-            loss_type=loss_type,
-            beta=beta,
-            desirable_weight=desirable_weight,
-            undesirable_weight=undesirable_weight,
-        )
-        super().__init__(options, temperature, softcap, logits_bytes)
 
     def forward(
         self,
