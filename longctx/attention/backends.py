@@ -15,8 +15,9 @@ nor flash caps scores: for models that do `auto` chooses fa4 or math. torch's op
 neither; such layers run in `math`. Heads over 256, which Gemma 4 has in some layers, only torch's
 memory-efficient op takes: it has neither, too, and nobody chooses it by name.
 
-A new backend is a class with `forward` and `backward` (or the two methods of `PerDocument`, which
-take one document), a line in `choose_attention`, and a row in tests/attention/test_attention.py.
+A new backend is a class with `forward` and `backward`, with the two methods of `AddsSinks`, or with
+those of `PerDocument`, which take one document; a line in `choose_attention`, and a row in
+tests/attention/test_attention.py.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ from torch import Tensor, nn
 
 from longctx.attention import flash4
 from longctx.attention.by_length import LONG, ByLength
-from longctx.attention.documents import Documents
-from longctx.attention.protocol import QKV, Attention
+from longctx.attention.protocol import QKV, AddsSinks, Attention, AttentionCall
 from longctx.attention.sinks import Sinks, add_grad_, merge_sinks_
 from longctx.errors import UserError, print_rank0
 
@@ -153,34 +153,14 @@ class FlashAttention4(Attention):
     def reads_bounds(self, longest: int) -> bool:
         return True
 
-    def forward(
-        self,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-    ) -> None:
-        inside = sinks is not None and self._has_sinks(o)
-        options = self._options(documents, window, sinks if inside else None)
-        self._forward(*qkv, softmax_scale=scale, out=o, lse=lse, **options)
+    def forward(self, call: AttentionCall) -> None:
+        inside = call.sinks is not None and self._has_sinks(call.o)
+        options = self._options(call, call.sinks if inside else None)
+        self._forward(*call.qkv, out=call.o, lse=call.lse, **options)
         if not inside:
-            merge_sinks_(o, lse, sinks)
+            merge_sinks_(call.o, call.lse, call.sinks)
 
-    def backward(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-        out: QKV | None = None,
-    ) -> QKV:
+    def backward(self, do: Tensor, call: AttentionCall, out: QKV | None = None) -> QKV:
         # Unless deterministic, dq is summed with atomics, whose order changes from run to run.
         deterministic = torch.are_deterministic_algorithms_enabled()
         if deterministic and torch.cuda.get_device_capability(do.device)[0] == 12:
@@ -189,19 +169,18 @@ class FlashAttention4(Attention):
                 "use --attn_backend flash"
             )
         # The gradients of q, k and v need o and lse with sinks, but not these (kernels/sinks.py).
-        total = None if sinks is None else sinks.grad
+        total = None if call.sinks is None else call.sinks.grad
         inside = total is not None and self._has_sinks(do)
         if not inside:
-            add_grad_(sinks, do, o, lse)
+            add_grad_(call.sinks, do, call.o, call.lse)
         dq, dk, dv = out or (None, None, None)
         grads = self._backward(  # dq may overwrite o: it is written after o was read
-            *(*qkv, o, do, lse),
-            softmax_scale=scale,
+            *(*call.qkv, call.o, do, call.lse),
             deterministic=deterministic,
             dq=dq,
             dk=dk,
             dv=dv,
-            **self._options(documents, window, sinks if inside else None),
+            **self._options(call, call.sinks if inside else None),
         )
         if total is not None and inside:
             total.add_(grads[3])
@@ -210,17 +189,16 @@ class FlashAttention4(Attention):
     def _has_sinks(self, x: Tensor) -> bool:  # (T, H, d)
         return self._knows_sinks and flash4.takes_sinks(x.device, x.shape[-1])
 
-    def _options(
-        self, documents: Documents, window: int | None, sinks: Sinks | None
-    ) -> dict[str, Any]:
-        of_queries, of_keys, most_queries, most_keys = documents.bounds
+    def _options(self, call: AttentionCall, sinks: Sinks | None) -> dict[str, Any]:
+        of_queries, of_keys, most_queries, most_keys = call.documents.bounds
         # fp32, so that their gradients are not rounded.
         more = {} if sinks is None else dict(learnable_sink=sinks.logits.float())
         return more | dict(
+            softmax_scale=call.scale,
             causal=True,
             # flash-attn counts the tokens to the left of a query, Hugging Face's window the query
             # too.
-            window_size_left=None if window is None else window - 1,
+            window_size_left=None if call.window is None else call.window - 1,
             softcap=self.softcap or 0.0,
             cu_seqlens_q=of_queries,
             cu_seqlens_k=of_keys,
@@ -229,51 +207,29 @@ class FlashAttention4(Attention):
         )
 
 
-class Flash(Attention):
+class Flash(AddsSinks):
     """The variable-length form of torch's FlashAttention-2 op on CUDA."""
 
     def reads_bounds(self, longest: int) -> bool:
         return True
 
-    def forward(
-        self,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-    ) -> None:
-        o_new, lse_new, *_ = aten._flash_attention_forward(
-            *(*qkv, *documents.bounds, 0.0, True, False),
-            scale=scale,
-            **self._sides(window),
+    def plain_forward(self, call: AttentionCall) -> None:
+        o, lse, *_ = aten._flash_attention_forward(
+            *(*call.qkv, *call.documents.bounds, 0.0, True, False),
+            scale=call.scale,
+            **self._sides(call.window),
         )
         # torch's op has no `out`: the copy puts o where the caller keeps it.
-        o.copy_(o_new)
-        lse.copy_(lse_new)
-        merge_sinks_(o, lse, sinks)
+        call.o.copy_(o)
+        call.lse.copy_(lse)
 
-    def backward(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-        out: QKV | None = None,
-    ) -> QKV:
-        add_grad_(sinks, do, o, lse)
+    def plain_backward(self, do: Tensor, call: AttentionCall, out: QKV | None) -> QKV:
         no_dropout = torch.empty(2, dtype=torch.uint64, device=do.device)
         grads = aten._flash_attention_backward(
-            *(do, *qkv, o, lse, *documents.bounds, 0.0, True),
+            *(do, *call.qkv, call.o, call.lse, *call.documents.bounds, 0.0, True),
             *(no_dropout, no_dropout[:0]),
-            scale=scale,
-            **self._sides(window),
+            scale=call.scale,
+            **self._sides(call.window),
         )
         return QKV(*grads).copied(out)
 
@@ -282,40 +238,19 @@ class Flash(Attention):
         return {} if window is None else dict(window_size_left=window - 1, window_size_right=0)
 
 
-class PerDocument(Attention):
+class PerDocument(AddsSinks):
     """A backend without a variable-length form, which loops over the documents."""
 
-    def forward(
-        self,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-    ) -> None:
-        for doc in documents.slices():
-            o[doc], lse[:, doc] = self.document_forward(qkv.of(doc), scale, window)
-        merge_sinks_(o, lse, sinks)
+    def plain_forward(self, call: AttentionCall) -> None:
+        for doc in call.documents.slices():
+            found = self.document_forward(call.qkv.of(doc), call.scale, call.window)
+            call.o[doc], call.lse[:, doc] = found
 
-    def backward(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-        out: QKV | None = None,
-    ) -> QKV:
-        add_grad_(sinks, do, o, lse)
-        whole = QKV(*map(torch.empty_like, qkv)) if out is None else out
-        for doc in documents.slices():
-            grads = self.document_backward(do[doc], qkv.of(doc), scale, o[doc], lse[:, doc], window)
-            QKV(*grads).copied(whole.of(doc))
+    def plain_backward(self, do: Tensor, call: AttentionCall, out: QKV | None) -> QKV:
+        whole = call.room(out)
+        for doc in call.documents.slices():
+            given = do[doc], call.qkv.of(doc), call.scale, call.o[doc], call.lse[:, doc]
+            QKV(*self.document_backward(*given, call.window)).copied(whole.of(doc))
         return whole
 
     @abstractmethod
@@ -336,20 +271,11 @@ class Math(PerDocument):
     fuses_sinks = True
     TILE = 1024
 
-    def forward(
-        self,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-    ) -> None:
-        logits = None if sinks is None else sinks.logits
-        for doc in documents.slices():
-            found = self.document_forward(qkv.of(doc), scale, window, sinks=logits)
-            o[doc], lse[:, doc] = found
+    def forward(self, call: AttentionCall) -> None:
+        sinks = None if call.sinks is None else call.sinks.logits
+        for doc in call.documents.slices():
+            found = self.document_forward(call.qkv.of(doc), call.scale, call.window, sinks=sinks)
+            call.o[doc], call.lse[:, doc] = found
 
     def document_forward(
         self,

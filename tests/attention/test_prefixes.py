@@ -15,7 +15,7 @@ from longctx.attention.backends import Math, choose_attention
 from longctx.attention.cross import Cross, CrossMath, cross_of
 from longctx.attention.documents import Documents
 from longctx.attention.prefixes import Prefixed
-from longctx.attention.protocol import QKV, Attention
+from longctx.attention.protocol import QKV, Attention, AttentionCall
 from longctx.cost.flops import squared_length
 from longctx.errors import UserError
 from longctx.loop.metrics import attended
@@ -111,10 +111,11 @@ def run(
     o = torch.full_like(do, torch.nan)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.full((q.shape[1], len(q)), torch.nan, dtype=wide, device=q.device)
-    attention.forward(QKV(q, k, v), documents, scale, o, lse, window)
+    call = AttentionCall(QKV(q, k, v), documents, scale, o, lse, window)
+    attention.forward(call)
     given = o.clone()
     out = QKV(o, torch.full_like(k, torch.nan), torch.full_like(v, torch.nan))
-    return [given, *attention.backward(do, QKV(q, k, v), documents, scale, o, lse, window, out=out)]
+    return [given, *attention.backward(do, call, out)]
 
 
 def draw(documents: Documents, H: int, K: int, d: int, dtype: torch.dtype, seed=0) -> list[Tensor]:
