@@ -24,7 +24,7 @@ unless the head is frozen (stream.py has the FLOPs).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,11 +34,14 @@ from longctx.cost.table import Buffer, Table, Work
 from longctx.head.pieces import RowCount, Rows
 from longctx.head.stream import (
     Objective,
+    Reduction,
+    check_between,
     check_class_weight,
     check_count,
     check_labels,
     check_number,
     check_positive,
+    check_reduction,
     checked_head,
     ignoring,
     logits_budget,
@@ -53,8 +56,6 @@ from longctx.kernels.cross_entropy_rows import (
     cross_entropy_rows,
     cross_entropy_rows_gradient,
 )
-
-Reduction = Literal["mean", "sum", "none"]
 
 
 def linear_cross_entropy_reference(
@@ -191,15 +192,16 @@ def linear_cross_entropy(
         2.77258...
     """
     refuse_others("linear_cross_entropy", others)
-    trained = weight.requires_grad
     head = checked_head(hidden, weight, bias)
     check_labels(labels, hidden)
     check_count(num_items)
     check_positive(softcap=softcap, logits_scaling=logits_scaling)
-    _check_terms(label_smoothing, lse_square_scale, reduction, num_items)
+    check_number(lse_square_scale=lse_square_scale)
+    check_between("label_smoothing", label_smoothing, "[0, 1]")
+    check_reduction(reduction)
     of_classes = "ce_weight", ce_weight, weight, len(weight)
     check_class_weight(*of_classes, label_smoothing, lse_square_scale)
-    logits_bytes = logits_budget(logits_bytes, weight, trained)
+    logits_bytes = logits_budget(logits_bytes, weight)
     labels = ignoring(labels, ignore_index)
     rows = Rows(labels.flatten(), len(weight), counted)
     terms = Terms(label_smoothing, softcap, lse_square_scale)
@@ -210,16 +212,6 @@ def linear_cross_entropy(
         raise ValueError("num_items goes with neither ce_weight nor reduction='none'")
     (losses,) = per_row(_EachCrossEntropy(logits_scaling, terms), head, rows, logits_bytes)
     return weighted_mean(losses.view(labels.shape), labels, ce_weight, reduction)
-
-
-def _check_terms(
-    label_smoothing: float, lse_square_scale: float, reduction: str, num_items: Any
-) -> None:
-    check_number(label_smoothing=label_smoothing, lse_square_scale=lse_square_scale)
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    if reduction not in get_args(Reduction):
-        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
 
 
 # --- what it costs ---------------------------------------------------------------------------

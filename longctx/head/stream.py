@@ -32,9 +32,9 @@ tests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ from longctx.head.pieces import Gradients, Head, Rows, stream, wide_dtype
 from longctx.kernels.annotate import annotated
 from longctx.kernels.launch import check_float, check_shape, once_differentiable
 from longctx.kernels.scale import scale_into
+
+Reduction = Literal["mean", "sum", "none"]
 
 
 class Objective:
@@ -83,6 +85,54 @@ class Objective:
     ) -> None:
         """Writes divisor * the gradient of sum d_values * values."""
         raise NotImplementedError
+
+
+class KeptObjective(Objective):
+    """An objective whose gradient is computed from values of each row that were found with it. All
+    are kept, and those that `outputs` names are its values."""
+
+    outputs: Sequence[str]
+    kind: Any
+    """The NamedTuple of what is found, a tensor (rows,) each, which `kind.empty` makes room for."""
+
+    def find(self, logits: list[Tensor], labels: Tensor) -> Iterable[Tensor]:
+        """Returns what is found of these rows."""
+        raise NotImplementedError
+
+    def write_gradient(
+        self,
+        logits: list[Tensor],
+        labels: Tensor,
+        found: Any,  # of these rows
+        d_logits: Tensor,
+        d_values: Sequence[Tensor | None],
+    ) -> None:
+        """Does what `backward` does, from what was found."""
+        raise NotImplementedError
+
+    def prepare(self, rows: Rows, dtype: torch.dtype) -> None:
+        self._rows = rows
+        self._found = self.kind.empty(len(rows), dtype, rows.labels.device)
+        self.values = tuple(getattr(self._found, name) for name in self.outputs)
+
+    def forward(
+        self, logits: list[Tensor], part: slice, d_logits: Tensor | None, scale: Tensor
+    ) -> None:
+        found = self.find(logits, self._rows.labels[part])
+        for kept, new in zip(self._found, found, strict=True):
+            kept[part] = new
+        if d_logits is not None:
+            self.backward(logits, part, d_logits, [self._rows.weights(scale, part)])
+
+    def backward(
+        self,
+        logits: list[Tensor],
+        part: slice,
+        d_logits: Tensor,
+        d_values: Sequence[Tensor | None],
+    ) -> None:
+        found = self.kind(*(x[part] for x in self._found))
+        self.write_gradient(logits, self._rows.labels[part], found, d_logits, d_values)
 
 
 class _Reduced(torch.autograd.Function):
@@ -353,6 +403,23 @@ def check_positive(**values: float | None) -> None:
             raise ValueError(f"{name} must be positive, got {value}")
 
 
+def check_reduction(reduction: str) -> None:
+    """Raises ValueError for an unknown reduction."""
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+
+
+def check_between(what: str, value: float, interval: str) -> None:
+    """Raises ValueError unless the number lies in an interval in the notation of mathematics:
+    `[0, 0.5)` holds 0 and does not hold 0.5."""
+    check_number(**{what: value})
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    above = value >= low if interval[0] == "[" else value > low
+    below = value <= high if interval[-1] == "]" else value < high
+    if not (above and below):
+        raise ValueError(f"{what} must be in {interval}, got {value}")
+
+
 def check_class_weight(
     name: str,
     class_weight: Tensor | None,
@@ -429,8 +496,8 @@ def refuse_others(function: str, others: Mapping[str, Any]) -> None:
             raise ValueError(f"{function} has no {name}: {_INSTEAD[name]}; leave it out")
 
 
-def logits_budget(logits_bytes: int | None, weight: Tensor, trained: bool) -> int:
+def logits_budget(logits_bytes: int | None, weight: Tensor) -> int:
     """Returns the bytes of logits to hold at a time: as given, else `default_logits_bytes`."""
     check_positive(logits_bytes=logits_bytes)
     vocab, hidden_size = weight.shape
-    return logits_bytes or default_logits_bytes(vocab, hidden_size, trained)
+    return logits_bytes or default_logits_bytes(vocab, hidden_size, weight.requires_grad)
