@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from longctx.attention.backends import FlashOnCpu, Math
+from longctx.attention.backends import FlashOnCpu, Math, Scores
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, AttentionCall
 
@@ -22,8 +22,8 @@ class ByBounds(FlashOnCpu):
         if call.documents.keys is None:
             return super().plain_forward(_found(call))
         for own, parts in _parts(call.qkv, call.documents):
-            after = len(parts.k) - len(parts.q)
-            found = Math().document_forward(parts, call.scale, call.window, after)
+            how = Scores(call.scale, call.window, after=len(parts.k) - len(parts.q))
+            found = Math().document_forward(parts, how)
             call.o[own], call.lse[:, own] = found
 
     def plain_backward(self, do: Tensor, call: AttentionCall, out: QKV | None) -> QKV:
@@ -32,8 +32,8 @@ class ByBounds(FlashOnCpu):
         assert out is not None
         both = zip(_parts(call.qkv, call.documents), _parts(out, call.documents), strict=True)
         for (own, parts), (_, grads) in both:
-            after = len(parts.k) - len(parts.q)
-            given = do[own], parts, call.scale, call.o[own], call.lse[:, own], call.window, after
+            how = Scores(call.scale, call.window, after=len(parts.k) - len(parts.q))
+            given = do[own], parts, call.o[own], call.lse[:, own], how
             QKV(*Math().document_backward(*given)).copied(grads)
         return out
 

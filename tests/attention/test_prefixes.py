@@ -12,7 +12,7 @@ from transformers import Qwen2Config
 
 from exactness import DEVICE, assert_exact, relative_error
 from longctx.attention.backends import Math, choose_attention
-from longctx.attention.cross import Cross, CrossMath, cross_of
+from longctx.attention.cross import Cross, CrossDocument, cross_of
 from longctx.attention.documents import Documents
 from longctx.attention.prefixes import Prefixed
 from longctx.attention.protocol import QKV, Attention, AttentionCall
@@ -250,7 +250,7 @@ def test_a_backend_without_a_second_call_is_refused_by_name() -> None:
         cross_of(Strange())
 
 
-class Rounding(CrossMath):
+class Rounding(CrossDocument):
     """Gives gradients in the inputs' dtype, as kernels for GPUs do."""
 
     def backward(self, do, qkv, scale, o, lse, window=None):
@@ -262,7 +262,7 @@ def test_gradients_of_many_answers_are_rounded_once() -> None:
     """With a window each answer has a launch, and a bf16 sum of sixteen would round each time."""
     documents = documents_of([(40, [30] * 16)])
     tensors = draw(documents, 4, 1, 16, torch.bfloat16)
-    found = run(Prefixed(Math(), Rounding()), tensors, documents, 25)
+    found = run(Prefixed(Math(), Rounding(Math())), tensors, documents, 25)
     truth = run(backend("math", torch.float64), [x.double() for x in tensors], documents, 25)
     for x, true in zip(found[2:], truth[2:], strict=True):
         # A rounding costs 2^-9 at most: of each answer's part, of the first call's, of the sum.
