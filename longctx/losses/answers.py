@@ -16,10 +16,8 @@ Liger-Kernel's do, hold all logits of a pair at once: two rows of 131072 tokens 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,39 +56,28 @@ class KTOOutput(NamedTuple):
     """Log-probabilities of the answers, summed over their tokens."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadOptions:
-    """The options of `linear_log_probs` that every loss module takes."""
+@dataclass(eq=False, repr=False, kw_only=True)
+class LinearAnswers(nn.Module):
+    """The base class of the loss modules: it holds the options of the head and sums
+    log-probabilities over each answer.
+
+    A module is a dataclass: its fields are the options of the head and those of its loss, whose
+    class it names as its second base. It has no parameters: lm_head's weight is an argument of
+    forward.
+    """
 
     temperature: float = 1.0
     softcap: float | None = None
     logits_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        check_positive(**vars(self))
+        nn.Module.__init__(self)
+        super().__post_init__()  # type: ignore[misc]  # checks the options of the loss
+        check_positive(**self._head_options)
 
-
-class LinearAnswers(nn.Module):
-    """The base class of the loss modules: it holds the options of the loss and of the head, and
-    sums log-probabilities over each answer.
-
-    A subclass names the dataclass of its loss's options, and the options that it fixes: their
-    fields and those of `HeadOptions` are the arguments of its constructor, with their defaults.
-
-    The module has no parameters: lm_head's weight is an argument of forward.
-    """
-
-    options: Any
-    head_options: HeadOptions
-
-    if TYPE_CHECKING:
-
-        def __init__(self, **options: Any) -> None: ...
-
-    def __init_subclass__(cls, options: type | None = None, **fixed: Any) -> None:
-        super().__init_subclass__()
-        if options is not None:  # a subclass of a loss has the arguments of that loss
-            cls.__init__ = _constructor(cls.__qualname__, options, fixed)  # type: ignore
+    @property
+    def _head_options(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(LinearAnswers)}
 
     def token_log_probs(
         self,
@@ -103,7 +90,7 @@ class LinearAnswers(nn.Module):
         if hidden.dim() != 3:
             raise ValueError(f"hidden must have shape (rows, S, D), got {tuple(hidden.shape)}")
         found = linear_log_probs(
-            hidden, weight, labels, bias=bias, outputs=("log_probs",), **vars(self.head_options)
+            hidden, weight, labels, bias=bias, outputs=("log_probs",), **self._head_options
         ).log_probs
         assert found is not None
         return found
@@ -137,38 +124,9 @@ class LinearAnswers(nn.Module):
             return self.token_log_probs(hidden, weight, labels, bias).sum(-1)
 
     def extra_repr(self) -> str:
-        changed = {
-            f.name: getattr(of, f.name)
-            for of in (self.options, self.head_options)
-            for f in dataclasses.fields(of)
-            if f.repr and getattr(of, f.name) != f.default
-        }
+        options = {f.name: f.default for f in dataclasses.fields(self) if f.repr}
+        changed = {k: getattr(self, k) for k, usual in options.items() if getattr(self, k) != usual}
         return ", ".join(f"{name}={value!r}" for name, value in changed.items())
-
-
-def _constructor(name: str, options: type, fixed: dict[str, Any]) -> Callable[..., None]:
-    """Returns the `__init__` of a class whose arguments are options that are not `fixed`."""
-    of_head = inspect.signature(HeadOptions).parameters
-    # A class's own fields come before those that it inherits.
-    of_loss = sorted(
-        inspect.signature(options).parameters.values(),
-        key=lambda p: p.name not in options.__annotations__,
-    )
-    arguments = [*(p for p in of_loss if p.name not in fixed), *of_head.values()]
-
-    def __init__(self: LinearAnswers, **given: Any) -> None:
-        for unknown in given.keys() - {p.name for p in arguments}:
-            raise TypeError(f"{name}.__init__() got an unexpected keyword argument {unknown!r}")
-        nn.Module.__init__(self)
-        head = {key: given.pop(key) for key in of_head if key in given}
-        self.options, self.head_options = options(**fixed, **given), HeadOptions(**head)
-
-    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    __init__.__signature__ = inspect.Signature(  # type: ignore
-        [this, *arguments], return_annotation="None"
-    )
-    __init__.__qualname__ = f"{name}.__init__"
-    return __init__
 
 
 def count_tokens(labels: Tensor) -> Tensor:  # (rows, S) -> (rows,)

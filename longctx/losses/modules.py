@@ -18,6 +18,8 @@ if the head trains, else 4 V D forward; and 2 V E for reference states with E fe
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
@@ -41,7 +43,8 @@ from longctx.losses.without_reference import (
 )
 
 
-class LinearDPOLoss(LinearAnswers, options=DPOOptions):
+@dataclass(eq=False, repr=False, kw_only=True)
+class LinearDPOLoss(LinearAnswers, DPOOptions):
     """The mean of `dpo_loss` over pairs of answers, from hidden states. Options are those of
     `dpo_loss`, and `temperature`, `softcap` and `logits_bytes` those of `linear_log_probs`.
     `chosen_rewards` are beta (log pi - log pi_ref)."""
@@ -65,17 +68,18 @@ class LinearDPOLoss(LinearAnswers, options=DPOOptions):
         policy, ref, tokens = halves(
             labels=log_probs, reference=reference, tokens=count_tokens(labels)
         )
-        pairs = make_pairs(*policy, *ref, *tokens, self.options)
+        pairs = make_pairs(*policy, *ref, *tokens, self)
         return PreferenceOutput(
-            pair_losses(pairs, self.options).mean(),
-            self.options.beta * pairs.chosen_ratios.detach(),
-            self.options.beta * pairs.rejected_ratios.detach(),
+            pair_losses(pairs, self).mean(),
+            self.beta * pairs.chosen_ratios.detach(),
+            self.beta * pairs.rejected_ratios.detach(),
             pairs.chosen.detach(),
             pairs.rejected.detach(),
         )
 
 
-class LinearORPOLoss(LinearAnswers, options=ORPOOptions):
+@dataclass(eq=False, repr=False, kw_only=True)
+class LinearORPOLoss(LinearAnswers, ORPOOptions):
     """The mean of `orpo_loss` over pairs of answers, from hidden states. `chosen_rewards` are beta
     times the mean log-probabilities of tokens."""
 
@@ -108,7 +112,7 @@ class LinearORPOLoss(LinearAnswers, options=ORPOOptions):
         chosen = at_chosen.masked_fill(mine == IGNORE_INDEX, 0).sum(-1)
         rejected = at_rejected.sum(-1)
         n_chosen, n_rejected = count_tokens(mine), count_tokens(other)
-        beta = self.options.beta
+        beta = self.beta
         losses = orpo_loss(
             chosen, rejected, nll, chosen_tokens=n_chosen, rejected_tokens=n_rejected, beta=beta
         )
@@ -121,7 +125,8 @@ class LinearORPOLoss(LinearAnswers, options=ORPOOptions):
         )
 
 
-class LinearCPOLoss(LinearAnswers, options=CPOOptions):
+@dataclass(eq=False, repr=False, kw_only=True)
+class LinearCPOLoss(LinearAnswers, CPOOptions):
     """The mean of `cpo_loss` over pairs of answers, from hidden states. Options are those of
     `cpo_loss`. The cross-entropy is the mean over the chosen answers' tokens in the batch, as in
     TRL. `chosen_rewards` are beta times log-probabilities, for ipo and simpo their means over
@@ -141,23 +146,28 @@ class LinearCPOLoss(LinearAnswers, options=CPOOptions):
             labels=log_probs, tokens=count_tokens(labels)
         )
         nll = -chosen.sum() / n_chosen.sum().clamp(min=1)
-        good = self.options.rewards(chosen, n_chosen)
-        bad = self.options.rewards(rejected, n_rejected)
+        good = self.rewards(chosen, n_chosen)
+        bad = self.rewards(rejected, n_rejected)
         return PreferenceOutput(
-            reward_losses(good, bad, nll, self.options).mean(),
-            self.options.beta * good.detach(),
-            self.options.beta * bad.detach(),
+            reward_losses(good, bad, nll, self).mean(),
+            self.beta * good.detach(),
+            self.beta * bad.detach(),
             chosen.detach(),
             rejected.detach(),
         )
 
 
-class LinearSimPOLoss(LinearCPOLoss, options=CPOOptions, loss_type="simpo", cpo_alpha=0.0):
+@dataclass(eq=False, repr=False, kw_only=True)
+class LinearSimPOLoss(LinearCPOLoss):
     """The mean of `simpo_loss` over pairs of answers, from hidden states: `LinearCPOLoss` with
     loss_type="simpo" and cpo_alpha=0. The other options are those of `simpo_loss`."""
 
+    loss_type: str = field(init=False, default="simpo")
+    cpo_alpha: float = field(init=False, default=0.0)
 
-class LinearKTOLoss(LinearAnswers, options=KTOOptions):
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class LinearKTOLoss(LinearAnswers, KTOOptions):
     """The mean of `kto_loss` over answers, from hidden states. Options are those of `kto_loss`."""
 
     def forward(
@@ -178,6 +188,6 @@ class LinearKTOLoss(LinearAnswers, options=KTOOptions):
         `ref_log_probs`, or as `ref_hidden` and `ref_weight`, and gets no gradient."""
         reference = self.reference(labels, ref_log_probs, ref_hidden, ref_weight, ref_bias)
         log_probs = self.token_log_probs(hidden, weight, labels, bias).sum(-1)
-        losses = answer_losses(log_probs, reference, desirable, kl, self.options)
-        rewards = self.options.beta * (log_probs.detach() - reference)
+        losses = answer_losses(log_probs, reference, desirable, kl, self)
+        rewards = self.beta * (log_probs.detach() - reference)
         return KTOOutput(losses.mean(), rewards, log_probs.detach())
