@@ -22,13 +22,13 @@ and heads where logits are computed again. No logits are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from longctx.constants import IGNORE_INDEX
-from longctx.head.pieces import Head, Rows
+from longctx.head.pieces import Head, Piece, Rows
 from longctx.head.stream import (
     KeptObjective,
     Reduction,
@@ -86,21 +86,17 @@ class _Divergence(KeptObjective):
     def __init__(self, how: How) -> None:
         self._how, self.divisor = how, how.temperature
 
-    def find(self, logits: list[Tensor], labels: Tensor) -> kernel.Divergence:
-        student, teacher = logits
+    def find(self, piece: Piece, labels: Tensor) -> kernel.Divergence:
+        student, teacher = piece.logits
         return kernel.divergence(student, teacher, self._how)
 
     def write_gradient(
-        self,
-        logits: list[Tensor],
-        labels: Tensor,
-        found: kernel.Divergence,
-        d_logits: Tensor,
-        d_values: Sequence[Tensor | None],
+        self, piece: Piece, labels: Tensor, found: Any, d_values: Sequence[Tensor | None]
     ) -> None:
-        (student, teacher), (weights,) = logits, d_values
+        assert piece.d_logits is not None
+        (student, teacher), (weights,) = piece.logits, d_values
         assert weights is not None
-        kernel.divergence_gradient(student, teacher, found, d_logits, weights, self._how)
+        kernel.divergence_gradient(student, teacher, found, piece.d_logits, weights, self._how)
 
 
 def linear_jsd(

@@ -28,7 +28,7 @@ from torch import Tensor
 from longctx.constants import IGNORE_INDEX
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Table, Work
-from longctx.head.pieces import RowCount, Rows
+from longctx.head.pieces import Piece, RowCount, Rows
 from longctx.head.stream import (
     KeptObjective,
     check_labels,
@@ -85,20 +85,17 @@ class _LogProbs(KeptObjective):
         self.divisor = temperature
         self._options: dict[str, Any] = {"temperature": temperature, "softcap": softcap}
 
-    def find(self, logits: list[Tensor], labels: Tensor) -> kernel.LogProbs:
-        return kernel.log_softmax(logits[0], labels, **self._options)
+    def find(self, piece: Piece, labels: Tensor) -> kernel.LogProbs:
+        return kernel.log_softmax(piece.logits[0], labels, **self._options)
 
     def write_gradient(
-        self,
-        logits: list[Tensor],
-        labels: Tensor,
-        found: kernel.LogProbs,
-        d_logits: Tensor,
-        d_values: Sequence[Tensor | None],
+        self, piece: Piece, labels: Tensor, found: Any, d_values: Sequence[Tensor | None]
     ) -> None:
-        given = dict(zip(self.outputs, d_values, strict=False))
-        weights = [given.get(name) for name in WITH_GRADIENT]
-        kernel.log_softmax_gradient(logits[0], labels, found, d_logits, *weights, **self._options)
+        assert piece.d_logits is not None
+        named = dict(zip(self.outputs, d_values, strict=False))
+        weights = [named.get(name) for name in WITH_GRADIENT]
+        given = piece.logits[0], labels, found, piece.d_logits, *weights
+        kernel.log_softmax_gradient(*given, **self._options)
 
 
 def linear_log_probs(

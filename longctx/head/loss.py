@@ -31,7 +31,7 @@ from torch import Tensor
 
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Table, Work
-from longctx.head.pieces import RowCount, Rows
+from longctx.head.pieces import Piece, RowCount, Rows
 from longctx.head.stream import (
     Objective,
     Reduction,
@@ -97,17 +97,14 @@ class _CrossEntropy(Objective):
         self._labels = rows.labels
         self.values = (torch.empty(len(rows), dtype=dtype, device=rows.labels.device),)
 
-    def forward(
-        self, logits: list[Tensor], part: slice, d_logits: Tensor | None, scale: Tensor
-    ) -> None:
-        z, labels = self._scaled(logits), self._labels[part]
-        self.values[0][part] = cross_entropy_forward(
-            z, labels, d_logits=d_logits, scale=scale, **self._terms._asdict()
-        )
+    def forward(self, piece: Piece, scale: Tensor) -> None:
+        more: dict[str, Any] = {"d_logits": piece.d_logits, "scale": scale, **self._terms._asdict()}
+        self.values[0][piece.part] = cross_entropy_forward(*self._scaled(piece), **more)
 
-    def _scaled(self, logits: list[Tensor]) -> Tensor:
-        (z,) = logits
-        return z if self.divisor == 1.0 else z.div_(self.divisor)
+    def _scaled(self, piece: Piece) -> tuple[Tensor, Tensor]:
+        """Returns the divided logits and the labels."""
+        (z,) = piece.logits
+        return z if self.divisor == 1.0 else z.div_(self.divisor), self._labels[piece.part]
 
 
 class _EachCrossEntropy(_CrossEntropy):
@@ -119,25 +116,17 @@ class _EachCrossEntropy(_CrossEntropy):
         super().prepare(rows, dtype)
         self._lse = torch.empty_like(self.values[0])
 
-    def forward(
-        self, logits: list[Tensor], part: slice, d_logits: Tensor | None, scale: Tensor
-    ) -> None:
-        if d_logits is not None:
-            return super().forward(logits, part, d_logits, scale)
-        found = cross_entropy_rows(self._scaled(logits), self._labels[part], self._terms)
-        self.values[0][part], self._lse[part] = found
+    def forward(self, piece: Piece, scale: Tensor) -> None:
+        if piece.d_logits is not None:
+            return super().forward(piece, scale)
+        found = cross_entropy_rows(*self._scaled(piece), self._terms)
+        self.values[0][piece.part], self._lse[piece.part] = found
 
-    def backward(
-        self,
-        logits: list[Tensor],
-        part: slice,
-        d_logits: Tensor,
-        d_values: Sequence[Tensor | None],
-    ) -> None:
+    def backward(self, piece: Piece, d_values: Sequence[Tensor | None]) -> None:
         (scale,) = d_values
-        assert scale is not None
-        given = self._scaled(logits), self._labels[part], self._lse[part]
-        cross_entropy_rows_gradient(*given, scale, d_logits, self._terms)
+        assert scale is not None and piece.d_logits is not None
+        given = *self._scaled(piece), self._lse[piece.part], scale, piece.d_logits
+        cross_entropy_rows_gradient(*given, self._terms)
 
 
 def linear_cross_entropy(
