@@ -151,13 +151,8 @@ def adamw_reference(
     exp_avg: Tensor,  # (n,) fp32
     exp_avg_sq: Tensor,  # (n,) fp32
     grad: Tensor,  # (n,) bf16 or fp32
+    options: Options,
     *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
     scale: Tensor | None = None,  # () fp32
     checksums: Tensor | None = None,  # (ceil(n / CHECKED),) int32
 ) -> None:
@@ -169,7 +164,6 @@ def adamw_reference(
     """
     if remainder is not None and checksums is not None:
         drop_stale_(remainder, weight_checksums(weight) == checksums)
-    options = Options(lr, beta1, beta2, eps, weight_decay, step)
     decay, one_minus_beta1, one_minus_beta2, step_size, floor = options.numbers
     g = grad.float() if scale is None else grad.float() * scale
     exp_avg += (g - exp_avg) * one_minus_beta1
@@ -277,24 +271,10 @@ def _adamw_kernel(
     BLOCK: tl.constexpr,
 ):
     update_block(
-        weight_ptr,
-        remainder_ptr,
-        exp_avg_ptr,
-        exp_avg_sq_ptr,
-        grad_ptr,
-        scale_ptr,
-        checksums_ptr,
-        tl.program_id(0).to(tl.int64),
-        numel,
-        decay,
-        one_minus_beta1,
-        one_minus_beta2,
-        step_size,
-        floor,
-        SPLIT,
-        HAS_SCALE,
-        CHECKS,
-        BLOCK,
+        *(weight_ptr, remainder_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_ptr, scale_ptr),
+        *(checksums_ptr, tl.program_id(0).to(tl.int64), numel),
+        *(decay, one_minus_beta1, one_minus_beta2, step_size, floor),
+        *(SPLIT, HAS_SCALE, CHECKS, BLOCK),
     )
 
 
@@ -353,19 +333,14 @@ def adamw_(
     exp_avg: Tensor,  # (n,) fp32
     exp_avg_sq: Tensor,  # (n,) fp32
     grad: Tensor,  # (n,) bf16 or fp32
+    options: Options,
     *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
     scale: Tensor | None = None,  # () fp32
     checksums: Tensor | None = None,  # (ceil(n / CHECKED),) int32
 ) -> None:
     """One step on weight, its remainder and both moments, in place. Not differentiable.
 
-    `step` counts from 1. `scale`, a number on the device such as the clip factor, multiplies the
+    `scale`, a number on the device such as the clip factor, multiplies the
     gradient; None is 1. All (n,) tensors are contiguous and may be views into larger buffers.
     `checksums` are of the bf16 weights that the remainders belong to: where others stand now, the
     remainders count as 0. None: all remainders count.
@@ -377,39 +352,18 @@ def adamw_(
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101); the
     remainder: TransformerEngine's FusedAdam, store_param_remainders.
     """
-    _check(weight, remainder, exp_avg, exp_avg_sq, grad, scale, step, checksums)
-    if not runs_kernel(weight, remainder, exp_avg, exp_avg_sq, grad, scale, checksums):
-        adamw_reference(
-            weight,
-            remainder,
-            exp_avg,
-            exp_avg_sq,
-            grad,
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            weight_decay=weight_decay,
-            step=step,
-            scale=scale,
-            checksums=checksums,
-        )
-        return
+    _check(weight, remainder, exp_avg, exp_avg_sq, grad, scale, options.step, checksums)
+    tensors = weight, remainder, exp_avg, exp_avg_sq, grad
+    if not runs_kernel(*tensors, scale, checksums):
+        return adamw_reference(*tensors, options, scale=scale, checksums=checksums)
     numel = weight.numel()
     if not numel:
         return
-    options = Options(lr, beta1, beta2, eps, weight_decay, step)
     with on_device(weight):
         _adamw_kernel[(triton.cdiv(numel, CONFIG.block),)](
-            weight if remainder is None else weight.view(torch.int16),
-            weight if remainder is None else remainder,
-            exp_avg,
-            exp_avg_sq,
-            grad,
-            exp_avg if scale is None else scale,
-            exp_avg if checksums is None else checksums,
-            numel,
-            *options.numbers,
+            *((weight, weight) if remainder is None else (weight.view(torch.int16), remainder)),
+            *(exp_avg, exp_avg_sq, grad, exp_avg if scale is None else scale),
+            *(exp_avg if checksums is None else checksums, numel, *options.numbers),
             SPLIT=remainder is not None,
             HAS_SCALE=scale is not None,
             CHECKS=checksums is not None,

@@ -108,30 +108,14 @@ def _many_kernel(
     grad_ptr = pointer_at(row + 7, GRAD, ALIGNED)
     scale_ptr = pointer_at(row + 8, tl.float32, False)
     numbers_ptr = (row + 9).to(tl.pointer_type(tl.float32))
-    decay = tl.load(numbers_ptr)
-    one_minus_beta1 = tl.load(numbers_ptr + 1)
-    one_minus_beta2 = tl.load(numbers_ptr + 2)
-    step_size = tl.load(numbers_ptr + 3)
+    decay, one_minus_beta1 = tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
+    one_minus_beta2, step_size = tl.load(numbers_ptr + 2), tl.load(numbers_ptr + 3)
     floor = tl.load(numbers_ptr + 4)
     update_block(
-        weight_ptr,
-        remainder_ptr,
-        exp_avg_ptr,
-        exp_avg_sq_ptr,
-        grad_ptr,
-        scale_ptr,
-        checksums_ptr,
-        tl.program_id(0) - tl.load(row),
-        numel,
-        decay,
-        one_minus_beta1,
-        one_minus_beta2,
-        step_size,
-        floor,
-        SPLIT,
-        HAS_SCALE,
-        SPLIT,
-        BLOCK,
+        *(weight_ptr, remainder_ptr, exp_avg_ptr, exp_avg_sq_ptr, grad_ptr, scale_ptr),
+        *(checksums_ptr, tl.program_id(0) - tl.load(row), numel),
+        *(decay, one_minus_beta1, one_minus_beta2, step_size, floor),
+        *(SPLIT, HAS_SCALE, SPLIT, BLOCK),
     )
 
 
@@ -239,16 +223,8 @@ def _reference(
     if guard is not None and guard != 0.0:
         return
     for weight, of, grad, given, scale in zip(weights, states, grads, options, scales, strict=True):
-        adamw_reference(
-            weight.data.view(-1),
-            of.remainder,
-            of.exp_avg,
-            of.exp_avg_sq,
-            grad.reshape(-1),
-            scale=scale,
-            checksums=of.checksums,
-            **given._asdict(),
-        )
+        tensors = weight.data.view(-1), of.remainder, of.exp_avg, of.exp_avg_sq, grad.reshape(-1)
+        adamw_reference(*tensors, given, scale=scale, checksums=of.checksums)
 
 
 CONFIG = Config(block=CHECKED, num_warps=4, fp_fusion=False)

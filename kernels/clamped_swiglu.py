@@ -24,7 +24,7 @@ from longctx.kernels.launch import (
     as_rows,
     check_float,
     check_shape,
-    on_device,
+    over_tiles,
     round_to,
     runs_kernel,
     tl,
@@ -153,15 +153,7 @@ def clamped_swiglu_forward(
     check_float("out", out, made.dtype)
     m, o = as_rows("made", made), as_rows("out", out)
     if out.numel():
-        T, F = o.shape
-        blocks = triton.cdiv(F, CONFIG.block)
-        with on_device(made):
-            _forward_kernel[(triton.cdiv(T, CONFIG.rows) * blocks,)](
-                *(m, o, T, F, blocks, m.stride(0), o.stride(0), *map(float, clamped)),
-                ROWS=CONFIG.rows,
-                BLOCK=CONFIG.block,
-                num_warps=CONFIG.num_warps,
-            )
+        over_tiles(_forward_kernel, (m, o), o.shape[1], CONFIG, *map(float, clamped))
     return out
 
 
@@ -182,15 +174,7 @@ def clamped_swiglu_backward_(
     check_float("made", made)
     check_float("d_product", d_product, made.dtype)
     if made.numel():
-        T, F = d.shape
-        blocks = triton.cdiv(F, CONFIG.block)
-        with on_device(made):
-            _backward_kernel[(triton.cdiv(T, CONFIG.rows) * blocks,)](
-                *(d, m, T, F, blocks, d.stride(0), m.stride(0), *map(float, clamped)),
-                ROWS=CONFIG.rows,
-                BLOCK=CONFIG.block,
-                num_warps=CONFIG.num_warps,
-            )
+        over_tiles(_backward_kernel, (d, m), d.shape[1], CONFIG, *map(float, clamped))
     return made
 
 

@@ -37,6 +37,7 @@ row (or, for i = 0, the same one).
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -259,14 +260,9 @@ def cross_entropy_forward(
     differentiable by autograd: `longctx.head.loss` calls it chunk by chunk. Raises ValueError for a
     wrong shape, dtype, device or layout.
     """
-    if logits.dim() != 2:
-        raise ValueError(f"logits must have shape (T, V), got {tuple(logits.shape)}")
-    T, V = logits.shape
+    check_logits(logits, labels)
     check_float("logits", logits)
-    check_rows("logits", logits)
-    check_shape("labels", labels, (T,))
-    if labels.dtype != torch.int64:
-        raise ValueError(f"labels must be int64, got {labels.dtype}")
+    T, V = logits.shape
     if d_logits is not None:
         check_shape("d_logits", d_logits, (T, V))
         check_float("d_logits", d_logits)
@@ -276,62 +272,72 @@ def cross_entropy_forward(
         raise ValueError(f"softcap must be positive, got {softcap}")
     if scale is not None:
         check_shape("scale", scale, ())
+    terms: dict[str, Any] = {"label_smoothing": label_smoothing, "softcap": softcap}
+    terms["lse_square_scale"] = lse_square_scale
     if not runs_kernel(logits, labels, d_logits, scale):
-        return cross_entropy_reference(
-            logits,
-            labels,
-            d_logits=d_logits,
-            scale=scale,
-            label_smoothing=label_smoothing,
-            softcap=softcap,
-            lse_square_scale=lse_square_scale,
+        return cross_entropy_reference(logits, labels, d_logits=d_logits, scale=scale, **terms)
+    loss = torch.empty(T, dtype=torch.float32, device=logits.device)
+    if T:
+        # The kernel reads labels at a stride of 1.
+        _launch(logits, labels.contiguous(), loss, d_logits, scale, overlaps, **terms)
+    return loss
+
+
+def _launch(
+    logits: Tensor,  # (T, V)
+    labels: Tensor,  # (T,)
+    loss: Tensor,  # (T,), written
+    d_logits: Tensor | None,  # (T, V), written
+    scale: Tensor | None,  # ()
+    overlaps: bool,
+    label_smoothing: float,
+    softcap: float | None,
+    lse_square_scale: float,
+) -> None:
+    T, V = logits.shape
+    simple = not label_smoothing and softcap is None and not lse_square_scale
+    simple &= d_logits is None or d_logits.element_size() == 2
+    config = default_config(V, simple)
+    with on_device(logits):
+        parts = _parts(logits, config)
+        ticket = words = None
+        if parts > 1 or overlaps:
+            pairs = 2 if label_smoothing else 1
+            # One allocation and one memset for both.
+            zeros = logits.new_zeros(16 + T * parts * pairs, dtype=torch.int64)
+            ticket, words = zeros, zeros[16:]  # on different 128-byte lines
+        written = logits if d_logits is None else d_logits
+        _cross_entropy_kernel[(T * parts,)](
+            *(logits, written, labels, loss, scale, ticket, words),
+            *(V, logits.stride(0), written.stride(0)),
+            *(label_smoothing, 1.0 if softcap is None else softcap, lse_square_scale),
+            HAS_GRAD=d_logits is not None,
+            HAS_SCALE=scale is not None,
+            HAS_SMOOTHING=label_smoothing != 0,
+            HAS_SOFTCAP=softcap is not None,
+            HAS_LSE_SQUARE=lse_square_scale != 0,
+            BLOCK=config.block,
+            PARTS=parts,
+            LANES=triton.next_power_of_2(parts),
+            # Triton's interpreter runs one program after the other: none has to wait.
+            OVERLAPS=overlaps and not INTERPRETED,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            maxnreg=config.maxnreg,
         )
 
-    loss = torch.empty(T, dtype=torch.float32, device=logits.device)
-    # The kernel reads labels at a stride of 1.
-    labels = labels.contiguous()
 
-    if T:
-        simple = not label_smoothing and softcap is None and not lse_square_scale
-        simple &= d_logits is None or d_logits.element_size() == 2
-        config = default_config(V, simple)
-        with on_device(logits):
-            parts = _parts(logits, config)
-            ticket = words = None
-            if parts > 1 or overlaps:
-                pairs = 2 if label_smoothing else 1
-                # One allocation and one memset for both.
-                zeros = logits.new_zeros(16 + T * parts * pairs, dtype=torch.int64)
-                ticket, words = zeros, zeros[16:]  # on different 128-byte lines
-            _cross_entropy_kernel[(T * parts,)](
-                logits,
-                logits if d_logits is None else d_logits,
-                labels,
-                loss,
-                scale,
-                ticket,
-                words,
-                V,
-                logits.stride(0),
-                logits.stride(0) if d_logits is None else d_logits.stride(0),
-                label_smoothing,
-                1.0 if softcap is None else softcap,
-                lse_square_scale,
-                HAS_GRAD=d_logits is not None,
-                HAS_SCALE=scale is not None,
-                HAS_SMOOTHING=label_smoothing != 0,
-                HAS_SOFTCAP=softcap is not None,
-                HAS_LSE_SQUARE=lse_square_scale != 0,
-                BLOCK=config.block,
-                PARTS=parts,
-                LANES=triton.next_power_of_2(parts),
-                # Triton's interpreter runs one program after the other: none has to wait.
-                OVERLAPS=overlaps and not INTERPRETED,
-                num_warps=config.num_warps,
-                num_stages=config.num_stages,
-                maxnreg=config.maxnreg,
-            )
-    return loss
+def check_logits(logits: Tensor, labels: Tensor | None = None) -> None:
+    """Raises ValueError unless logits are (T, V) with contiguous rows and labels (T,) int64."""
+    if logits.dim() != 2:
+        raise ValueError(f"logits must have shape (T, V), got {tuple(logits.shape)}")
+    if logits.dtype != torch.float64:
+        check_float("logits", logits)
+    check_rows("logits", logits)
+    if labels is not None:
+        check_shape("labels", labels, logits.shape[:1])
+        if labels.dtype != torch.int64:
+            raise ValueError(f"labels must be int64, got {labels.dtype}")
 
 
 @cache

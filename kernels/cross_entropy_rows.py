@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longctx.constants import IGNORE_INDEX
-from longctx.kernels.cross_entropy import cap, cross_entropy_reference
+from longctx.kernels.cross_entropy import cap, check_logits, cross_entropy_reference
 from longctx.kernels.launch import (
     check_float,
     check_rows,
@@ -29,7 +29,13 @@ from longctx.kernels.launch import (
     tl,
     triton,
 )
-from longctx.kernels.log_softmax import check_logits, gradient_config, scaled, values_config
+from longctx.kernels.log_softmax import (
+    add_logits,
+    gradient_config,
+    lse_of,
+    scaled,
+    values_config,
+)
 
 _IGNORED = tl.constexpr(IGNORE_INDEX)
 
@@ -91,7 +97,6 @@ def _loss_kernel(
     if HAS_SOFTCAP:
         z_y = cap(z_y, softcap)
 
-    # Finite: (-inf) - (-inf) would be NaN.
     top = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)  # sum of exp(z - top)
     z_sum = tl.zeros((BLOCK,), tl.float32)
@@ -105,14 +110,9 @@ def _loss_kernel(
             z = tl.where(mask, cap(z, softcap), float("-inf"))
         if HAS_SMOOTHING:
             z_sum += tl.where(mask, z, 0.0)
-        # Either the new logit is the maximum, and the sum shrinks, or it is added to it.
-        step = z - top
-        e = tl.exp(-tl.abs(step))
-        total = tl.where(step > 0, total * e + 1, total + e)
-        top = tl.maximum(top, z)
+        top, total = add_logits(top, total, z)
 
-    row_top = tl.max(top, axis=0)
-    lse = row_top + tl.log(tl.sum(total * tl.exp(top - row_top), axis=0))
+    lse = lse_of(top, total)
     loss = lse - (1 - label_smoothing) * z_y
     if HAS_SMOOTHING:
         loss -= label_smoothing * tl.sum(z_sum, axis=0) / V

@@ -34,11 +34,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.kernels.cross_entropy import cap
+from longctx.kernels.cross_entropy import cap, check_logits
 from longctx.kernels.launch import (
     INTERPRETED,
     Config,
-    check_float,
     check_rows,
     check_shape,
     on_device,
@@ -47,7 +46,7 @@ from longctx.kernels.launch import (
     tl,
     triton,
 )
-from longctx.kernels.log_softmax import scaled
+from longctx.kernels.log_softmax import add_logits, lse_of, scaled
 
 
 class Divergence(NamedTuple):
@@ -134,14 +133,6 @@ def _load(ptr, offs, mask, inverse_temperature, softcap, HAS_SOFTCAP: tl.constex
 
 
 @triton.jit
-def _add(top, total, z):
-    """Adds logits to the maximum so far and the sum of exponentials below it, lane by lane."""
-    step = z - top
-    e = tl.exp(-tl.abs(step))
-    return tl.maximum(top, z), tl.where(step > 0, total * e + 1, total + e)
-
-
-@triton.jit
 def _log_ratios(log_p, log_q, beta):
     """(log(p / m), log(q / m))"""
     d = log_q - log_p
@@ -174,7 +165,6 @@ def _values_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_logits
     teacher_ptr += row * stride_teacher
-    # Finite, as in the cross-entropy kernel: (-inf) - (-inf) would be NaN.
     top = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     teacher_top = tl.full((BLOCK,), -1e30, tl.float32)
@@ -183,15 +173,12 @@ def _values_kernel(
         offs = start + tl.arange(0, BLOCK)
         mask = offs < V
         z, _ = _load(logits_ptr, offs, mask, inverse_temperature, softcap, HAS_SOFTCAP)
-        top, total = _add(top, total, z)
+        top, total = add_logits(top, total, z)
         z, _ = _load(
             teacher_ptr, offs, mask, inverse_temperature, teacher_softcap, HAS_TEACHER_SOFTCAP
         )
-        teacher_top, teacher_total = _add(teacher_top, teacher_total, z)
-    row_top = tl.max(top, axis=0)
-    lse = row_top + tl.log(tl.sum(total * tl.exp(top - row_top), axis=0))
-    row_top = tl.max(teacher_top, axis=0)
-    teacher_lse = row_top + tl.log(tl.sum(teacher_total * tl.exp(teacher_top - row_top), axis=0))
+        teacher_top, teacher_total = add_logits(teacher_top, teacher_total, z)
+    lse, teacher_lse = lse_of(top, total), lse_of(teacher_top, teacher_total)
 
     of_student = tl.zeros((BLOCK,), tl.float32)  # sum of p log(p / m), or of a whole KL
     of_teacher = tl.zeros((BLOCK,), tl.float32)  # sum of q log(q / m)
@@ -288,12 +275,7 @@ def divergence(
         config = values_config(V)
         with on_device(logits):
             _values_kernel[(T,)](
-                logits,
-                teacher,
-                *found,
-                V,
-                logits.stride(0),
-                teacher.stride(0),
+                *(logits, teacher, *found, V, logits.stride(0), teacher.stride(0)),
                 **_flags(how),
                 BLOCK=config.block,
                 STAGES=config.num_stages,
@@ -326,15 +308,9 @@ def divergence_gradient(
         config = gradient_config(V)
         with on_device(logits):
             _gradient_kernel[(T, triton.cdiv(V, config.block))](
-                logits,
-                teacher,
-                d_logits,
-                *(x.contiguous() for x in values[1:]),
-                d_values.contiguous(),
-                V,
-                logits.stride(0),
-                teacher.stride(0),
-                d_logits.stride(0),
+                *(logits, teacher, d_logits),
+                *(x.contiguous() for x in (*values[1:], d_values)),
+                *(V, logits.stride(0), teacher.stride(0), d_logits.stride(0)),
                 **_flags(how),
                 BLOCK=config.block,
                 num_warps=config.num_warps,
@@ -354,13 +330,9 @@ def _flags(how: How) -> dict[str, float | int | bool]:
 
 
 def _check(logits: Tensor, teacher: Tensor) -> None:
-    if logits.dim() != 2:
-        raise ValueError(f"logits must have shape (T, V), got {tuple(logits.shape)}")
-    if logits.dtype != torch.float64:
-        check_float("logits", logits)
+    check_logits(logits)
     check_shape("teacher", teacher, logits.shape)
-    for name, x in (("logits", logits), ("teacher", teacher)):
-        check_rows(name, x)
+    check_rows("teacher", teacher)
     if (teacher.dtype == torch.float64) != (logits.dtype == torch.float64):
         raise ValueError(f"teacher must not be {teacher.dtype} beside logits of {logits.dtype}")
 

@@ -210,3 +210,24 @@ class Config:
     """Upper limit of registers per thread, so that more programs fit on a multiprocessor."""
     fp_fusion: bool = True
     """A product and a sum may be contracted into one instruction, which rounds once."""
+
+
+def over_tiles(
+    kernel: Any,
+    rows: Sequence[Tensor],  # (T, F) or wider, each
+    F: int,
+    config: Config,
+    *numbers: float,
+    **constants: Any,
+) -> None:
+    """Starts a program for each tile of rows and columns. The kernel takes the tensors, T, F, the
+    tiles of a row, each tensor's stride, and the numbers."""
+    T, tiles = len(rows[0]), triton.cdiv(F, config.block)
+    with on_device(rows[0]):
+        kernel[(triton.cdiv(T, config.rows) * tiles,)](
+            *(*rows, T, F, tiles, *(x.stride(0) for x in rows), *numbers),
+            **constants,
+            ROWS=config.rows,
+            BLOCK=config.block,
+            num_warps=config.num_warps,
+        )

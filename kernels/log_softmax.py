@@ -34,11 +34,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.kernels.cross_entropy import cap
+from longctx.kernels.cross_entropy import cap, check_logits
 from longctx.kernels.launch import (
     INTERPRETED,
     Config,
-    check_float,
     check_rows,
     check_shape,
     on_device,
@@ -119,6 +118,24 @@ def log_softmax_gradient_reference(
 
 
 @triton.jit
+def add_logits(top, total, z):
+    """Adds logits to the maximum so far and the sum of exp(z - top), lane by lane. top begins at
+    -1e30, since (-inf) - (-inf) would be NaN."""
+    # Either the new logit is the maximum, and the sum shrinks, or it is added to it.
+    step = z - top
+    e = tl.exp(-tl.abs(step))
+    total = tl.where(step > 0, total * e + 1, total + e)
+    return tl.maximum(top, z), total
+
+
+@triton.jit
+def lse_of(top, total):
+    """The log of a row's sum of exponentials, from those of its lanes."""
+    row_top = tl.max(top, axis=0)
+    return row_top + tl.log(tl.sum(total * tl.exp(top - row_top), axis=0))
+
+
+@triton.jit
 def _values_kernel(
     logits_ptr,  # (T, V)
     labels_ptr,  # (T,)
@@ -145,7 +162,6 @@ def _values_kernel(
         z_y = cap(z_y, softcap)
     z_y *= inverse_temperature
 
-    # Finite, as in the cross-entropy kernel: (-inf) - (-inf) would be NaN.
     top = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)  # sum of exp(z - top)
     moment = tl.zeros((BLOCK,), tl.float32)  # sum of (z - top) exp(z - top)
@@ -162,8 +178,7 @@ def _values_kernel(
         z = tl.where(mask, z * inverse_temperature, float("-inf"))
         z_sum += tl.where(mask, z, 0.0)
         before = tl.maximum(before, tl.where(offs < label, z, float("-inf")))
-        # Either the new logit is the maximum, and the sums shrink, or it is added to them: one
-        # exponential serves both.
+        # As `add_logits`, whose exponential serves the moment, too.
         step = z - top
         e = tl.exp(-tl.abs(step))
         rises = step > 0
@@ -254,17 +269,9 @@ def log_softmax(
         config = values_config(V)
         with on_device(logits):
             _values_kernel[(T,)](
-                logits,
-                labels.contiguous(),
-                found.log_probs,
-                found.entropy,
-                found.mean_logits,
-                found.is_top1.view(torch.int8),
-                found.lse,
-                V,
-                logits.stride(0),
-                1 / temperature,
-                1.0 if softcap is None else softcap,
+                *(logits, labels.contiguous(), found.log_probs, found.entropy, found.mean_logits),
+                *(found.is_top1.view(torch.int8), found.lse, V, logits.stride(0)),
+                *(1 / temperature, 1.0 if softcap is None else softcap),
                 HAS_SOFTCAP=softcap is not None,
                 BLOCK=config.block,
                 STAGES=config.num_stages,
@@ -304,36 +311,18 @@ def log_softmax_gradient(
         config = gradient_config(V)
         with on_device(logits):
             _gradient_kernel[(T, triton.cdiv(V, config.block))](
-                logits,
-                d_logits,
-                labels.contiguous(),
-                values.lse.contiguous(),
-                values.entropy.contiguous(),
+                *(logits, d_logits, labels.contiguous()),
+                *(values.lse.contiguous(), values.entropy.contiguous()),
                 None if d_log_probs is None else d_log_probs.contiguous(),
                 None if d_entropy is None else d_entropy.contiguous(),
-                V,
-                logits.stride(0),
-                d_logits.stride(0),
-                1 / temperature,
-                1.0 if softcap is None else softcap,
+                *(V, logits.stride(0), d_logits.stride(0)),
+                *(1 / temperature, 1.0 if softcap is None else softcap),
                 HAS_LOG_PROBS=d_log_probs is not None,
                 HAS_ENTROPY=d_entropy is not None,
                 HAS_SOFTCAP=softcap is not None,
                 BLOCK=config.block,
                 num_warps=config.num_warps,
             )
-
-
-def check_logits(logits: Tensor, labels: Tensor) -> None:
-    """Raises ValueError unless logits are (T, V) with contiguous rows and labels (T,) int64."""
-    if logits.dim() != 2:
-        raise ValueError(f"logits must have shape (T, V), got {tuple(logits.shape)}")
-    if logits.dtype != torch.float64:
-        check_float("logits", logits)
-    check_rows("logits", logits)
-    check_shape("labels", labels, logits.shape[:1])
-    if labels.dtype != torch.int64:
-        raise ValueError(f"labels must be int64, got {labels.dtype}")
 
 
 def values_config(V: int) -> Config:

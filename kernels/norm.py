@@ -308,16 +308,9 @@ def norm_forward(
         config = forward_config(D)
         with on_device(x):
             _forward_kernel[(triton.cdiv(T, config.rows),)](
-                x_rows,
-                weight,
-                weight if bias is None else bias.contiguous(),
-                weight if rstd is None else rstd.contiguous(),
-                out_rows,
-                T,
-                D,
-                *row_strides(x_rows),
-                *row_strides(out_rows),
-                eps,
+                *(x_rows, weight, weight if bias is None else bias.contiguous()),
+                *(weight if rstd is None else rstd.contiguous(), out_rows, T, D),
+                *(*row_strides(x_rows), *row_strides(out_rows), eps),
                 CENTRED=centred,
                 HAS_BIAS=bias is not None,
                 HAS_RSTD=rstd is not None,
@@ -365,6 +358,22 @@ def norm_backward(
             _backward_reference(dy, rows, weight, eps, *how, added, dw, db).view(x.shape)
         )
 
+    flags = dict(CENTRED=centred, LLAMA_ROUNDING=llama_rounding and not centred, OFFSET=offset)
+    _launch_backward(dy, x, weight.contiguous(), d_residual, out, dw, db, eps, **flags)
+    return out
+
+
+def _launch_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    d_residual: Tensor | None,
+    out: Tensor,
+    dw: Tensor | None,
+    db: Tensor | None,
+    eps: float,
+    **flags: Any,
+) -> None:
     if d_residual is None:
         x_rows, dy_rows, out_rows = rows_or_heads(("x", x), ("dy", dy), ("out", out))
         # The kernel wants a pointer, but does not read it: HAS_RESIDUAL is False.
@@ -372,49 +381,34 @@ def norm_backward(
     else:
         x_rows, dy_rows, out_rows = as_rows("x", x), as_rows("dy", dy), as_rows("out", out)
         residual_rows = as_rows("d_residual", d_residual)
-    D, weight = x.shape[-1], weight.contiguous()
+    D = x.shape[-1]
     T, heads = x.numel() // D, x_rows.shape[1] if x_rows.dim() == 3 else 1
-
-    if T:
-        config = backward_config(D, dy.element_size())
-        with on_device(x):
-            programs = min(triton.cdiv(T, config.rows), sm_count(x) * config.programs_per_sm)
-            # A row for each program, and no atomics: their order, and so dw's bits, would vary.
-            dw_partial, db_partial = (
-                weight if sums is None else sums.new_empty(programs, D) for sums in (dw, db)
-            )
-            _backward_kernel[(programs,)](
-                dy_rows,
-                x_rows,
-                weight,
-                residual_rows,
-                out_rows,
-                dw_partial,
-                db_partial,
-                T,
-                D,
-                *row_strides(dy_rows),
-                *row_strides(x_rows),
-                residual_rows.stride(0),
-                *row_strides(out_rows),
-                eps,
-                CENTRED=centred,
-                HAS_RESIDUAL=d_residual is not None,
-                HAS_DW=dw is not None,
-                HAS_DB=db is not None,
-                LLAMA_ROUNDING=llama_rounding and not centred,
-                OFFSET=offset,
-                HEADS=heads,
-                STAGES=config.num_stages,
-                ROWS=config.rows,
-                BLOCK=config.block,
-                num_warps=config.num_warps,
-            )
-            if dw is not None:
-                dw.add_(dw_partial.sum(0))
-            if db is not None:
-                db.add_(db_partial.sum(0))
-    return out
+    if not T:
+        return
+    config = backward_config(D, dy.element_size())
+    with on_device(x):
+        programs = min(triton.cdiv(T, config.rows), sm_count(x) * config.programs_per_sm)
+        # A row for each program, and no atomics: their order, and so dw's bits, would vary.
+        dw_partial, db_partial = (
+            weight if sums is None else sums.new_empty(programs, D) for sums in (dw, db)
+        )
+        _backward_kernel[(programs,)](
+            *(dy_rows, x_rows, weight, residual_rows, out_rows, dw_partial, db_partial, T, D),
+            *(*row_strides(dy_rows), *row_strides(x_rows), residual_rows.stride(0)),
+            *(*row_strides(out_rows), eps),
+            **flags,
+            HAS_RESIDUAL=d_residual is not None,
+            HAS_DW=dw is not None,
+            HAS_DB=db is not None,
+            HEADS=heads,
+            STAGES=config.num_stages,
+            ROWS=config.rows,
+            BLOCK=config.block,
+            num_warps=config.num_warps,
+        )
+        for sums, partial in ((dw, dw_partial), (db, db_partial)):
+            if sums is not None:
+                sums.add_(partial.sum(0))
 
 
 class _Norm(torch.autograd.Function):

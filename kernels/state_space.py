@@ -455,14 +455,8 @@ class _Scan(torch.autograd.Function):
         b = b / math.log(2)
         states, end = _states(x, B, *_of_keys(dt, b), begin)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        how = _Launch("outputs", x, B)
-        with on_device(x):
-            _outputs_kernel[how.grid](
-                *(x, b, dt, B, C, skip, states, y),
-                *how.sizes,
-                *(*x.stride()[:2], *B.stride()[:2], *C.stride()[:2]),
-                **how.how,
-            )
+        launch = _Launch("outputs", x, B, C)
+        launch.start(_outputs_kernel, x, b, dt, B, C, skip, states, y)
         ctx.save_for_backward(x, dt, b, B, C, skip, begin)
         return y, end
 
@@ -500,7 +494,7 @@ def _of_keys(dt: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 class _Launch:
     """How a kernel that goes through a group's heads is started, for tensors of these shapes."""
 
-    def __init__(self, name: str, x: Tensor, B: Tensor) -> None:
+    def __init__(self, name: str, x: Tensor, B: Tensor, C: Tensor) -> None:
         rows, T, H, P = x.shape
         G, N = B.shape[2:]
         shared, chunks, c = H // G, triton.cdiv(T, CHUNK), config(name, P)
@@ -511,6 +505,12 @@ class _Launch:
         self.sizes = (T, H, shared, P, N, chunks)
         self.how = dict(HEADS=heads, CHUNK=CHUNK, BLOCK_P=_block(P), BLOCK_N=block_n)
         self.how |= dict(BLOCKS_N=self.blocks_n, num_warps=c.num_warps)
+        self.strides = (*x.stride()[:2], *B.stride()[:2], *C.stride()[:2])
+
+    def start(self, kernel: Any, *tensors: Any, grid: tuple[int, ...] | None = None) -> None:
+        """Starts the kernel on these tensors, which come before its sizes and strides."""
+        with on_device(tensors[0]):
+            kernel[grid or self.grid](*tensors, *self.sizes, *self.strides, **self.how)
 
 
 def _block(columns: int) -> int:
@@ -549,52 +549,27 @@ def _states(
 
 
 def _inputs(
-    x: Tensor,
-    dy: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    B: Tensor,
-    C: Tensor,
-    skip: Tensor,
-    ends: Tensor,
+    x: Tensor, dy: Tensor, dt: Tensor, b: Tensor, B: Tensor, C: Tensor, skip: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns dx, ddt, db but for what `_shared` gives, and dD."""
-    how = _Launch("inputs", x, B)
+    launch = _Launch("inputs", x, B, C)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     ddt, db = torch.empty_like(dt), torch.empty_like(b)
-    dskip = b.new_empty(*b.shape[:2], how.grid[0])
-    with on_device(x):
-        _inputs_kernel[how.grid](
-            *(x, dy, b, dt, B, C, skip, ends, dx, ddt, db, dskip),
-            *how.sizes,
-            *(*x.stride()[:2], *B.stride()[:2], *C.stride()[:2]),
-            **how.how,
-        )
+    dskip = b.new_empty(*b.shape[:2], launch.grid[0])
+    launch.start(_inputs_kernel, x, dy, b, dt, B, C, skip, ends, dx, ddt, db, dskip)
     return dx, ddt, db, dskip.sum((0, 2))
 
 
 def _shared(
-    x: Tensor,
-    dy: Tensor,
-    dt: Tensor,
-    b: Tensor,
-    B: Tensor,
-    C: Tensor,
-    states: Tensor,
-    ends: Tensor,
+    x: Tensor, dy: Tensor, dt: Tensor, b: Tensor, B: Tensor, C: Tensor, states: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dB, dC, and the part of db that the states before and behind chunks give."""
-    how, (rows, T, G, N) = _Launch("shared", x, B), B.shape
-    dB, dC = (b.new_empty(how.parts, rows, T, N) for _ in range(2))
-    db = b.new_empty(how.blocks_n, *b.shape)
-    grid = (*how.grid[:2], rows * how.blocks_n)
-    with on_device(x):
-        _shared_kernel[grid](
-            *(x, dy, b, dt, B, C, states, ends, dB, dC, db),
-            *(rows, *how.sizes),
-            *(*x.stride()[:2], *B.stride()[:2], *C.stride()[:2]),
-            **how.how,
-        )
+    launch, (rows, T, G, N) = _Launch("shared", x, B, C), B.shape
+    dB, dC = (b.new_empty(launch.parts, rows, T, N) for _ in range(2))
+    db = b.new_empty(launch.blocks_n, *b.shape)
+    grid = (*launch.grid[:2], rows * launch.blocks_n)
+    tensors = x, dy, b, dt, B, C, states, ends, dB, dC, db
+    launch.start(_shared_kernel, *tensors, rows, grid=grid)
 
     def of_groups(made: Tensor) -> Tensor:
         return made.unflatten(0, (G, -1)).sum(1).to(B.dtype).permute(1, 2, 0, 3)

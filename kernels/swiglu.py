@@ -39,8 +39,8 @@ from longctx.kernels.launch import (
     check_float,
     check_no_leaf,
     check_shape,
-    on_device,
     once_differentiable,
+    over_tiles,
     round_to,
     runs_kernel,
     tl,
@@ -245,29 +245,10 @@ def swiglu_forward(
     g, o = as_rows("gate", gate), as_rows("out", out)
     # The kernel wants a pointer, but does not read it: HAS_UP is False.
     u = g if up is None else as_rows("up", up)
-    T, F = g.shape
-
     if out.numel():
-        config = default_config(F)
-        with on_device(gate):
-            blocks = triton.cdiv(F, config.block)
-            _forward_kernel[(triton.cdiv(T, config.rows) * blocks,)](
-                g,
-                u,
-                o,
-                T,
-                F,
-                blocks,
-                g.stride(0),
-                u.stride(0),
-                o.stride(0),
-                HAS_UP=up is not None,
-                ACTIVATION=activation,
-                GATE_SCALE=gate_scale,
-                ROWS=config.rows,
-                BLOCK=config.block,
-                num_warps=config.num_warps,
-            )
+        how = dict(HAS_UP=up is not None, ACTIVATION=activation, GATE_SCALE=gate_scale)
+        F = g.shape[1]
+        over_tiles(_forward_kernel, (g, u, o), F, default_config(F), **how)
     return out
 
 
@@ -292,32 +273,11 @@ def swiglu_backward_(
         wanted = None if product is None else p
         _backward_reference_(d, g, None if up is None else u, wanted, activation, gate_scale)
         return gate, up
-    T, F = g.shape
-
     if gate.numel():
-        config = default_config(F)
-        with on_device(gate):
-            blocks = triton.cdiv(F, config.block)
-            _backward_kernel[(triton.cdiv(T, config.rows) * blocks,)](
-                d,
-                g,
-                u,
-                p,
-                T,
-                F,
-                blocks,
-                d.stride(0),
-                g.stride(0),
-                u.stride(0),
-                p.stride(0),
-                HAS_UP=up is not None,
-                HAS_PRODUCT=product is not None,
-                ACTIVATION=activation,
-                GATE_SCALE=gate_scale,
-                ROWS=config.rows,
-                BLOCK=config.block,
-                num_warps=config.num_warps,
-            )
+        how = dict(HAS_UP=up is not None, ACTIVATION=activation, GATE_SCALE=gate_scale)
+        how |= dict(HAS_PRODUCT=product is not None)
+        F = g.shape[1]
+        over_tiles(_backward_kernel, (d, g, u, p), F, default_config(F), **how)
     return gate, up
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
-from longctx.attention.backends import FlashOnCpu, Math
+from torch import Tensor
+
+from longctx.attention.backends import FlashOnCpu, Math, Scores
 from longctx.attention.documents import Documents
-from longctx.attention.protocol import QKV
+from longctx.attention.protocol import QKV, AttentionCall
 
 
 class ByBounds(FlashOnCpu):
@@ -17,49 +18,32 @@ class ByBounds(FlashOnCpu):
     def reads_bounds(self, longest: int) -> bool:
         return True
 
-    def forward(
-        self,
-        qkv: Any,
-        documents: Documents,
-        scale: Any,
-        o: Any,
-        lse: Any,
-        window: Any = None,
-        sinks: Any = None,
-    ) -> None:
-        if documents.keys is None:
-            return super().forward(qkv, _found(documents), scale, o, lse, window, sinks)
-        for own, parts in _parts(qkv, documents):
-            after = len(parts.k) - len(parts.q)
-            o[own], lse[:, own] = Math().document_forward(parts, scale, window, after)
+    def plain_forward(self, call: AttentionCall) -> None:
+        if call.documents.keys is None:
+            return super().plain_forward(_found(call))
+        for own, parts in _parts(call.qkv, call.documents):
+            how = Scores(call.scale, call.window, after=len(parts.k) - len(parts.q))
+            found = Math().document_forward(parts, how)
+            call.o[own], call.lse[:, own] = found
 
-    def backward(
-        self,
-        do: Any,
-        qkv: Any,
-        documents: Documents,
-        scale: Any,
-        o: Any,
-        lse: Any,
-        window: Any = None,
-        sinks: Any = None,
-        out: Any = None,
-    ) -> Any:
-        if documents.keys is None:
-            return super().backward(do, qkv, _found(documents), scale, o, lse, window, sinks, out)
-        both = zip(_parts(qkv, documents), _parts(out, documents), strict=True)
+    def plain_backward(self, do: Tensor, call: AttentionCall, out: QKV | None) -> QKV:
+        if call.documents.keys is None:
+            return super().plain_backward(do, _found(call), out)
+        assert out is not None
+        both = zip(_parts(call.qkv, call.documents), _parts(out, call.documents), strict=True)
         for (own, parts), (_, grads) in both:
-            after = len(parts.k) - len(parts.q)
-            given = (do[own], parts, scale, o[own], lse[:, own], window, after)
+            how = Scores(call.scale, call.window, after=len(parts.k) - len(parts.q))
+            given = do[own], parts, call.o[own], call.lse[:, own], how
             QKV(*Math().document_backward(*given)).copied(grads)
         return out
 
 
-def _found(documents: Documents) -> Documents:
-    return Documents.of(documents.cu_seqlens.diff().tolist())
+def _found(call: AttentionCall) -> AttentionCall:
+    found = Documents.of(call.documents.cu_seqlens.diff().tolist())
+    return call._replace(documents=found)
 
 
-def _parts(qkv: Any, documents: Documents) -> Iterator[tuple[slice, QKV]]:
+def _parts(qkv: QKV, documents: Documents) -> Iterator[tuple[slice, QKV]]:
     """Yields the queries of each document that is not empty, with what they see."""
     for queries, keys in zip(*(pairwise(x.tolist()) for x in documents.bounds[:2]), strict=True):
         own, seen = slice(*queries), slice(*keys)

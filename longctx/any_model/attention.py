@@ -30,7 +30,7 @@ from transformers.modeling_utils import AttentionInterface
 from longctx.any_model.masks import Seen, longctx_mask
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
-from longctx.attention.protocol import QKV, Attention
+from longctx.attention.protocol import QKV, Attention, AttentionCall
 from longctx.attention.sinks import Sinks, add_grad_, merge_sinks_
 from longctx.errors import UserError
 
@@ -164,7 +164,7 @@ class _Attention(torch.autograd.Function):
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         lse = torch.empty(q.shape[1], q.shape[0], dtype=dtype, device=q.device)
-        attention.forward(QKV(q, k, v), documents, scale, o, lse, window)
+        attention.forward(AttentionCall(QKV(q, k, v), documents, scale, o, lse, window))
         if sinks is not None:
             merge_sinks_(o, lse, Sinks(sinks))
         ctx.save_for_backward(q, k, v, o, lse, sinks)
@@ -181,7 +181,8 @@ class _Attention(torch.autograd.Function):
             d_sinks = torch.zeros(sinks.shape, dtype=lse.dtype, device=q.device)
             add_grad_(Sinks(sinks, d_sinks), do, o, lse)
             d_sinks = d_sinks.to(sinks.dtype)
-        grads = attention.backward(do.contiguous(), QKV(q, k, v), documents, scale, o, lse, window)
+        call = AttentionCall(QKV(q, k, v), documents, scale, o, lse, window)
+        grads = attention.backward(do.contiguous(), call)
         return *grads, d_sinks, None, None, None, None
 
 

@@ -15,8 +15,9 @@ nor flash caps scores: for models that do `auto` chooses fa4 or math. torch's op
 neither; such layers run in `math`. Heads over 256, which Gemma 4 has in some layers, only torch's
 memory-efficient op takes: it has neither, too, and nobody chooses it by name.
 
-A new backend is a class with `forward` and `backward` (or the two methods of `PerDocument`, which
-take one document), a line in `choose_attention`, and a row in tests/attention/test_attention.py.
+A new backend is a class with `forward` and `backward`, with the two methods of `AddsSinks`, or with
+those of `PerDocument`, which take one document; a line in `choose_attention`, and a row in
+tests/attention/test_attention.py.
 """
 
 from __future__ import annotations
@@ -25,15 +26,14 @@ import functools
 import inspect
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from longctx.attention import flash4
 from longctx.attention.by_length import LONG, ByLength
-from longctx.attention.documents import Documents
-from longctx.attention.protocol import QKV, Attention
+from longctx.attention.protocol import QKV, AddsSinks, Attention, AttentionCall
 from longctx.attention.sinks import Sinks, add_grad_, merge_sinks_
 from longctx.errors import UserError, print_rank0
 
@@ -59,38 +59,55 @@ def choose_attention(
             f"--attn_backend {name} is for --class_type vanilla and liger; "
             "custom takes fa4, cudnn, flash, math or auto"
         )
-    half = dtype in (torch.bfloat16, torch.float16)
     if device.type == "cpu":
-        if name == "auto":
-            name = "flash" if dtype in (torch.float32, torch.float64, torch.bfloat16) else "math"
-        if name not in ("flash", "math"):
-            raise UserError(f"--attn_backend {name} needs a GPU; on this machine use flash or math")
-        return name, (FlashOnCpu if name == "flash" else Math)(softcap)
+        return _on_cpu(name, dtype, softcap)
     if torch.cuda.get_device_capability(device) < (8, 0):
         raise UserError(
             f"--class_type custom needs an Ampere or newer GPU and this is {_sm(device)}: "
             "use --class_type vanilla --dtype float32"
         )
     # fp32 has plain torch alone: no fused kernel here takes it.
+    half = dtype in (torch.bfloat16, torch.float16)
     if chosen := name == "auto":
         name = _fastest(device, head_dim, windows, softcap is not None) if half else "math"
     if name == "efficient":
         return name, Efficient()
-    if head_dim > WIDEST and name != "math":
-        raise UserError(f"--attn_backend {name} takes heads of at most {WIDEST}: use auto or math")
-    if name != "math" and not half:
-        raise UserError(f"--attn_backend {name} needs --dtype bfloat16 or float16, got {dtype}")
-    if reason := lacks(name, windows=windows, softcap=softcap is not None):
-        raise UserError(reason)
-    if name == "fa4" and (reason := flash4.why_not(device, head_dim, softcap is not None)):
-        others = "math" if softcap is not None else "flash or cudnn"
-        raise UserError(f"--attn_backend fa4: flash-attn-4 {reason}; use {others}")
+    if name != "math":
+        _check_kernel(name, device, dtype, head_dim, windows, softcap is not None)
     if chosen and name == "cudnn":
         _print_once(
             f"attention: cudnn for documents of {LONG} tokens and more, flash for shorter ones"
         )
         return name, ByLength(short=Flash(), long=Cudnn())
     return name, BACKENDS[name](softcap)
+
+
+def _on_cpu(name: str, dtype: torch.dtype, softcap: float | None) -> tuple[str, Attention]:
+    if name == "auto":
+        name = "flash" if dtype in (torch.float32, torch.float64, torch.bfloat16) else "math"
+    if name not in ("flash", "math"):
+        raise UserError(f"--attn_backend {name} needs a GPU; on this machine use flash or math")
+    return name, (FlashOnCpu if name == "flash" else Math)(softcap)
+
+
+def _check_kernel(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    windows: bool,
+    softcap: bool,
+) -> None:
+    """Raises UserError if the kernels of a backend for GPUs cannot compute this model."""
+    if head_dim > WIDEST:
+        raise UserError(f"--attn_backend {name} takes heads of at most {WIDEST}: use auto or math")
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise UserError(f"--attn_backend {name} needs --dtype bfloat16 or float16, got {dtype}")
+    if reason := lacks(name, windows=windows, softcap=softcap):
+        raise UserError(reason)
+    if name == "fa4" and (reason := flash4.why_not(device, head_dim, softcap)):
+        others = "math" if softcap else "flash or cudnn"
+        raise UserError(f"--attn_backend fa4: flash-attn-4 {reason}; use {others}")
 
 
 def lacks(name: str, *, windows: bool, softcap: bool) -> str | None:
@@ -146,41 +163,21 @@ class FlashAttention4(Attention):
     def __init__(self, softcap: float | None = None) -> None:
         super().__init__(softcap)
         interface = flash4.load()
-        self._forward, self._backward = interface._flash_attn_fwd, interface._flash_attn_bwd
+        self.run_forward, self.run_backward = interface._flash_attn_fwd, interface._flash_attn_bwd
         # Its first versions have sinks in forward alone.
-        self._knows_sinks = "learnable_sink" in inspect.signature(self._backward).parameters
+        self._knows_sinks = "learnable_sink" in inspect.signature(self.run_backward).parameters
 
     def reads_bounds(self, longest: int) -> bool:
         return True
 
-    def forward(
-        self,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-    ) -> None:
-        inside = sinks is not None and self._has_sinks(o)
-        options = self._options(documents, window, sinks if inside else None)
-        self._forward(*qkv, softmax_scale=scale, out=o, lse=lse, **options)
+    def forward(self, call: AttentionCall) -> None:
+        inside = call.sinks is not None and self._has_sinks(call.o)
+        options = self._options(call, call.sinks if inside else None)
+        self.run_forward(*call.qkv, out=call.o, lse=call.lse, **options)
         if not inside:
-            merge_sinks_(o, lse, sinks)
+            merge_sinks_(call.o, call.lse, call.sinks)
 
-    def backward(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-        out: QKV | None = None,
-    ) -> QKV:
+    def backward(self, do: Tensor, call: AttentionCall, out: QKV | None = None) -> QKV:
         # Unless deterministic, dq is summed with atomics, whose order changes from run to run.
         deterministic = torch.are_deterministic_algorithms_enabled()
         if deterministic and torch.cuda.get_device_capability(do.device)[0] == 12:
@@ -189,19 +186,18 @@ class FlashAttention4(Attention):
                 "use --attn_backend flash"
             )
         # The gradients of q, k and v need o and lse with sinks, but not these (kernels/sinks.py).
-        total = None if sinks is None else sinks.grad
+        total = None if call.sinks is None else call.sinks.grad
         inside = total is not None and self._has_sinks(do)
         if not inside:
-            add_grad_(sinks, do, o, lse)
+            add_grad_(call.sinks, do, call.o, call.lse)
         dq, dk, dv = out or (None, None, None)
-        grads = self._backward(  # dq may overwrite o: it is written after o was read
-            *(*qkv, o, do, lse),
-            softmax_scale=scale,
+        grads = self.run_backward(  # dq may overwrite o: it is written after o was read
+            *(*call.qkv, call.o, do, call.lse),
             deterministic=deterministic,
             dq=dq,
             dk=dk,
             dv=dv,
-            **self._options(documents, window, sinks if inside else None),
+            **self._options(call, call.sinks if inside else None),
         )
         if total is not None and inside:
             total.add_(grads[3])
@@ -210,17 +206,16 @@ class FlashAttention4(Attention):
     def _has_sinks(self, x: Tensor) -> bool:  # (T, H, d)
         return self._knows_sinks and flash4.takes_sinks(x.device, x.shape[-1])
 
-    def _options(
-        self, documents: Documents, window: int | None, sinks: Sinks | None
-    ) -> dict[str, Any]:
-        of_queries, of_keys, most_queries, most_keys = documents.bounds
+    def _options(self, call: AttentionCall, sinks: Sinks | None) -> dict[str, Any]:
+        of_queries, of_keys, most_queries, most_keys = call.documents.bounds
         # fp32, so that their gradients are not rounded.
         more = {} if sinks is None else dict(learnable_sink=sinks.logits.float())
         return more | dict(
+            softmax_scale=call.scale,
             causal=True,
             # flash-attn counts the tokens to the left of a query, Hugging Face's window the query
             # too.
-            window_size_left=None if window is None else window - 1,
+            window_size_left=None if call.window is None else call.window - 1,
             softcap=self.softcap or 0.0,
             cu_seqlens_q=of_queries,
             cu_seqlens_k=of_keys,
@@ -229,51 +224,29 @@ class FlashAttention4(Attention):
         )
 
 
-class Flash(Attention):
+class Flash(AddsSinks):
     """The variable-length form of torch's FlashAttention-2 op on CUDA."""
 
     def reads_bounds(self, longest: int) -> bool:
         return True
 
-    def forward(
-        self,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-    ) -> None:
-        o_new, lse_new, *_ = aten._flash_attention_forward(
-            *(*qkv, *documents.bounds, 0.0, True, False),
-            scale=scale,
-            **self._sides(window),
+    def plain_forward(self, call: AttentionCall) -> None:
+        o, lse, *_ = aten._flash_attention_forward(
+            *(*call.qkv, *call.documents.bounds, 0.0, True, False),
+            scale=call.scale,
+            **self._sides(call.window),
         )
         # torch's op has no `out`: the copy puts o where the caller keeps it.
-        o.copy_(o_new)
-        lse.copy_(lse_new)
-        merge_sinks_(o, lse, sinks)
+        call.o.copy_(o)
+        call.lse.copy_(lse)
 
-    def backward(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-        out: QKV | None = None,
-    ) -> QKV:
-        add_grad_(sinks, do, o, lse)
+    def plain_backward(self, do: Tensor, call: AttentionCall, out: QKV | None) -> QKV:
         no_dropout = torch.empty(2, dtype=torch.uint64, device=do.device)
         grads = aten._flash_attention_backward(
-            *(do, *qkv, o, lse, *documents.bounds, 0.0, True),
+            *(do, *call.qkv, call.o, call.lse, *call.documents.bounds, 0.0, True),
             *(no_dropout, no_dropout[:0]),
-            scale=scale,
-            **self._sides(window),
+            scale=call.scale,
+            **self._sides(call.window),
         )
         return QKV(*grads).copied(out)
 
@@ -282,49 +255,38 @@ class Flash(Attention):
         return {} if window is None else dict(window_size_left=window - 1, window_size_right=0)
 
 
-class PerDocument(Attention):
+class Scores(NamedTuple):
+    """How the queries of one document see its keys."""
+
+    scale: float
+    window: int | None = None
+    after: int = 0
+    """The position of the first query among the keys: 0, or behind all of them (cross.py)."""
+
+
+class PerDocument(AddsSinks):
     """A backend without a variable-length form, which loops over the documents."""
 
-    def forward(
-        self,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-    ) -> None:
-        for doc in documents.slices():
-            o[doc], lse[:, doc] = self.document_forward(qkv.of(doc), scale, window)
-        merge_sinks_(o, lse, sinks)
+    def plain_forward(self, call: AttentionCall) -> None:
+        how = Scores(call.scale, call.window)
+        for doc in call.documents.slices():
+            found = self.document_forward(call.qkv.of(doc), how)
+            call.o[doc], call.lse[:, doc] = found
 
-    def backward(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-        out: QKV | None = None,
-    ) -> QKV:
-        add_grad_(sinks, do, o, lse)
-        whole = QKV(*map(torch.empty_like, qkv)) if out is None else out
-        for doc in documents.slices():
-            grads = self.document_backward(do[doc], qkv.of(doc), scale, o[doc], lse[:, doc], window)
-            QKV(*grads).copied(whole.of(doc))
+    def plain_backward(self, do: Tensor, call: AttentionCall, out: QKV | None) -> QKV:
+        whole, how = call.room(out), Scores(call.scale, call.window)
+        for doc in call.documents.slices():
+            given = do[doc], call.qkv.of(doc), call.o[doc], call.lse[:, doc], how
+            QKV(*self.document_backward(*given)).copied(whole.of(doc))
         return whole
 
     @abstractmethod
-    def document_forward(self, qkv: QKV, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    def document_forward(self, qkv: QKV, how: Scores) -> tuple[Tensor, Tensor]:
         """Returns o (L, H, d) and lse (H, L) of one document of L tokens."""
 
     @abstractmethod
     def document_backward(
-        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None
+        self, do: Tensor, qkv: QKV, o: Tensor, lse: Tensor, how: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dq (L, H, d), dk and dv (L, K, d) of one document of L tokens."""
 
@@ -336,35 +298,21 @@ class Math(PerDocument):
     fuses_sinks = True
     TILE = 1024
 
-    def forward(
-        self,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-    ) -> None:
-        logits = None if sinks is None else sinks.logits
-        for doc in documents.slices():
-            found = self.document_forward(qkv.of(doc), scale, window, sinks=logits)
-            o[doc], lse[:, doc] = found
+    def forward(self, call: AttentionCall) -> None:
+        sinks = None if call.sinks is None else call.sinks.logits
+        how = Scores(call.scale, call.window)
+        for doc in call.documents.slices():
+            found = self.document_forward(call.qkv.of(doc), how, sinks)
+            call.o[doc], call.lse[:, doc] = found
 
     def document_forward(
-        self,
-        qkv: QKV,
-        scale: float,
-        window: int | None,
-        after: int = 0,
-        sinks: Tensor | None = None,  # (H,)
+        self, qkv: QKV, how: Scores, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The first query is at position `after` of the keys (cross.py)."""
         keys, values = (_heads_first(x, qkv.q) for x in qkv[1:])
         o, lse = [], []
-        for tile, seen in self._tiles(qkv, window, after):
-            offset = after + tile.start - seen.start
-            scores = self._scores(qkv.q[tile], keys[:, seen], offset, scale, window)
+        for tile, seen in self._tiles(qkv, how):
+            offset = how.after + tile.start - seen.start
+            scores = self._scores(qkv.q[tile], keys[:, seen], offset, how)
             lse.append(scores.logsumexp(-1))
             if sinks is not None:
                 lse[-1] = torch.logaddexp(lse[-1], sinks[:, None].to(scores.dtype))
@@ -373,26 +321,19 @@ class Math(PerDocument):
         return torch.cat(o), torch.cat(lse, dim=1)
 
     def document_backward(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None,
-        after: int = 0,
+        self, do: Tensor, qkv: QKV, o: Tensor, lse: Tensor, how: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """p = exp(s - lse); dv = p.T do; ds = p (do v.T - rowsum(do o)); dq = ds k; dk = ds.T q.
         With a softcap c, ds is times 1 - (s / c)^2."""
         keys, values = (_heads_first(x, qkv.q).to(lse.dtype) for x in qkv[1:])
         dq, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)  # (H, L, d)
-        for tile, seen in self._tiles(qkv, window, after):
-            offset = after + tile.start - seen.start
-            scores = self._scores(qkv.q[tile], keys[:, seen], offset, scale, window)
+        for tile, seen in self._tiles(qkv, how):
+            offset = how.after + tile.start - seen.start
+            scores = self._scores(qkv.q[tile], keys[:, seen], offset, how)
             p = torch.exp(scores - lse[:, tile, None])
             q_HTd, do_HTd, o_HTd = (x[tile].transpose(0, 1).to(p.dtype) for x in (qkv.q, do, o))
             delta = (do_HTd * o_HTd).sum(-1, keepdim=True)
-            ds = p * (do_HTd @ values[:, seen].mT - delta) * scale
+            ds = p * (do_HTd @ values[:, seen].mT - delta) * how.scale
             if self.softcap is not None:  # unseen scores are -inf, and their p is 0
                 ds *= (1 - (scores / self.softcap) ** 2).clamp_(min=0)
             dq.append((ds @ keys[:, seen]).transpose(0, 1))
@@ -400,27 +341,27 @@ class Math(PerDocument):
             dv[:, seen] += p.mT @ do_HTd
         return torch.cat(dq), _sum_groups(dk, qkv.k), _sum_groups(dv, qkv.v)
 
-    def _tiles(self, qkv: QKV, window: int | None, after: int) -> Iterator[tuple[slice, slice]]:
+    def _tiles(self, qkv: QKV, how: Scores) -> Iterator[tuple[slice, slice]]:
         """Yields each tile of queries with the keys that at least one of its queries attends to."""
-        n, m = len(qkv.q), len(qkv.k)
+        (_, window, after), n, m = how, len(qkv.q), len(qkv.k)
         for start in range(0, n, self.TILE):
             stop = min(start + self.TILE, n)
             first = 0 if window is None else max(0, after + start - window + 1)
             yield slice(start, stop), slice(first, m if window is None else min(after + stop, m))
 
-    def _scores(
-        self, q: Tensor, keys_HLd: Tensor, offset: int, scale: float, window: int | None
-    ) -> Tensor:
+    def _scores(self, q: Tensor, keys_HLd: Tensor, offset: int, how: Scores) -> Tensor:
         """Returns scores (H, T, L) in fp32 or fp64, with -inf above the diagonal and before the
         window. The tile's first query is at position `offset` of the keys."""
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        scores = (q.transpose(0, 1).to(dtype) @ keys_HLd.to(dtype).mT) * scale
+        scores = (q.transpose(0, 1).to(dtype) @ keys_HLd.to(dtype).mT) * how.scale
         if self.softcap is not None:
             scores = (scores / self.softcap).tanh_() * self.softcap
         T, L = scores.shape[-2:]
         rows = torch.arange(offset, offset + T, device=scores.device)[:, None]
         columns = torch.arange(L, device=scores.device)
-        unseen = columns > rows if window is None else (columns > rows) | (columns <= rows - window)
+        unseen = columns > rows
+        if how.window is not None:
+            unseen |= columns <= rows - how.window
         return scores.masked_fill_(unseen, float("-inf"))
 
 
@@ -428,56 +369,60 @@ class FlashOnCpu(PerDocument):
     """torch's flash op for CPUs. It needs as many key/value heads as query heads. It supports
     windows only by a mask of (L, L), and no softcap, so layers with these run in `Math`."""
 
-    def document_forward(self, qkv: QKV, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    def document_forward(self, qkv: QKV, how: Scores) -> tuple[Tensor, Tensor]:
         q, k, v = qkv
-        if window is not None or self.softcap is not None:
-            return Math(self.softcap).document_forward(qkv, scale, window)
+        if how.window is not None or self.softcap is not None:
+            return Math(self.softcap).document_forward(qkv, how)
         o_BHTd, lse_BHT = aten._scaled_dot_product_flash_attention_for_cpu(
-            *_batched(q, _repeat(k, q), _repeat(v, q)), 0.0, True, scale=scale
+            *_batched(q, _repeat(k, q), _repeat(v, q)), 0.0, not how.after, scale=how.scale
         )
         return o_BHTd[0].transpose(0, 1), lse_BHT[0]
 
     def document_backward(
-        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None
+        self, do: Tensor, qkv: QKV, o: Tensor, lse: Tensor, how: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = qkv
-        if window is not None or self.softcap is not None:
-            return Math(self.softcap).document_backward(do, qkv, scale, o, lse, window)
+        if how.window is not None or self.softcap is not None:
+            return Math(self.softcap).document_backward(do, qkv, o, lse, how)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *_batched(do, q, _repeat(k, q), _repeat(v, q), o), lse[None], 0.0, True, scale=scale
+            *_batched(do, q, _repeat(k, q), _repeat(v, q), o),
+            lse[None],
+            0.0,
+            not how.after,
+            scale=how.scale,
         )
         dk, dv = (_sum_groups(grad[0].to(lse.dtype), k) for grad in (dk, dv))
         return dq[0].transpose(0, 1), dk, dv
 
 
 class Cudnn(PerDocument):
-    """torch's cuDNN attention op. It refuses documents of one token, which run in `Math`, and has
-    no windows."""
+    """torch's cuDNN attention op. It refuses one query and one key, which run in `Math`, and has no
+    windows."""
 
-    def document_forward(self, qkv: QKV, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
-        if window is not None:  # reached only if a row is longer than the model's positions
+    def document_forward(self, qkv: QKV, how: Scores) -> tuple[Tensor, Tensor]:
+        if how.window is not None:  # reached only if a row is longer than the model's positions
             raise UserError(NO_WINDOWS)
         q, k, v = qkv
-        if len(q) == 1:
-            return Math().document_forward(qkv, scale, window)
+        if 1 in (len(q), len(k)):
+            return Math().document_forward(qkv, how)
         o_BHTd, lse_BHT1, *_ = aten._scaled_dot_product_cudnn_attention(
-            *_batched(q, k, v), None, True, 0.0, True, scale=scale
+            *_batched(q, k, v), None, True, 0.0, not how.after, scale=how.scale
         )
         return o_BHTd[0].transpose(0, 1), lse_BHT1[0].reshape(q.shape[1], -1)
 
     def document_backward(
-        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None
+        self, do: Tensor, qkv: QKV, o: Tensor, lse: Tensor, how: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = qkv
-        length = len(q)
-        if length == 1:
-            return Math().document_backward(do, qkv, scale, o, lse, window)
+        n, m = len(q), len(k)
+        if 1 in (n, m):
+            return Math().document_backward(do, qkv, o, lse, how)
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
             *_batched(do, q, k, v, o),
             lse[None, :, :, None].contiguous(),
-            *(no_dropout, no_dropout, None, None, None, length, length, 0.0, True),
-            scale=scale,
+            *(no_dropout, no_dropout, None, None, None, n, m, 0.0, not how.after),
+            scale=how.scale,
         )
         return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
 
@@ -485,16 +430,16 @@ class Cudnn(PerDocument):
 class Efficient(PerDocument):
     """torch's memory-efficient op. It takes heads of any size, as many of keys as of queries."""
 
-    def document_forward(self, qkv: QKV, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    def document_forward(self, qkv: QKV, how: Scores) -> tuple[Tensor, Tensor]:
         q, k, v = qkv
         of_heads = _batched(q, _repeat(k, q), _repeat(v, q))
         o, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            *of_heads, None, True, is_causal=True, scale=scale
+            *of_heads, None, True, is_causal=not how.after, scale=how.scale
         )
         return o[0].transpose(0, 1), lse[0, :, : len(q)]
 
     def document_backward(
-        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None
+        self, do: Tensor, qkv: QKV, o: Tensor, lse: Tensor, how: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = qkv
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
@@ -504,8 +449,8 @@ class Efficient(PerDocument):
             # It reads o as if its rows were contiguous, whatever their strides.
             *(None, *_batched(o.contiguous()), filled[None].contiguous(), no_dropout, no_dropout),
             *(0.0, [True, True, True, False]),
-            is_causal=True,
-            scale=scale,
+            is_causal=not how.after,
+            scale=how.scale,
         )
         return dq[0].transpose(0, 1), _sum_groups(dk[0], k), _sum_groups(dv[0], v)
 

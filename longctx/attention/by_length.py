@@ -22,12 +22,10 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from longctx.attention.documents import Documents
-from longctx.attention.protocol import QKV, Attention
-from longctx.attention.sinks import Sinks, add_grad_, merge_sinks_
+from longctx.attention.protocol import QKV, AddsSinks, Attention, AttentionCall
 
 LONG = 16384
 """Tokens from which a document is long."""
@@ -41,7 +39,7 @@ class Run(NamedTuple):
     documents: Documents
 
 
-class ByLength(Attention):
+class ByLength(AddsSinks):
     """Runs documents of at least `long_tokens` tokens in `long`, and others in `short`."""
 
     def __init__(self, short: Attention, long: Attention, long_tokens: int = LONG) -> None:
@@ -52,38 +50,15 @@ class ByLength(Attention):
     def reads_bounds(self, longest: int) -> bool:
         return longest < self.long_tokens and self.short.reads_bounds(longest)
 
-    def forward(
-        self,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-    ) -> None:
-        for attention, at, inside in self.runs(documents):
-            attention.forward(qkv.of(at), inside, scale, o[at], lse[:, at], window)
-        merge_sinks_(o, lse, sinks)
+    def plain_forward(self, call: AttentionCall) -> None:
+        for attention, at, inside in self.runs(call.documents):
+            attention.forward(call.of(at, inside))
 
-    def backward(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-        out: QKV | None = None,
-    ) -> QKV:
-        add_grad_(sinks, do, o, lse)
-        whole = QKV(*map(torch.empty_like, qkv)) if out is None else out
-        for attention, at, inside in self.runs(documents):
-            given = (do[at], qkv.of(at), inside, scale, o[at], lse[:, at].contiguous(), window)
-            attention.backward(*given, out=whole.of(at))
-        return whole
+    def plain_backward(self, do: Tensor, call: AttentionCall, out: QKV | None) -> QKV:
+        grads = call.room(out)
+        for attention, at, inside in self.runs(call.documents):
+            attention.backward(do[at], call.of(at, inside).dense(), grads.of(at))
+        return grads
 
     def of_scores(self, queries: int, keys: int) -> Attention:
         """Returns the backend for these queries and keys: a document's is that of its tokens twice,

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention.documents import Documents, Keys
-from longctx.attention.protocol import QKV, Attention
-from longctx.attention.sinks import Sinks, add_grad_, merge_sinks_
+from longctx.attention.protocol import QKV, AddsSinks, Attention, AttentionCall
 from longctx.kernels.places import sum_places
 
 MOST_BYTES = 2**27
@@ -77,48 +76,28 @@ def _keys(documents: Documents, most: int) -> Keys:
     return Keys(moved[0], moved[1], moved[2], max(np.diff(bounds).tolist()))
 
 
-class Copied(Attention):
+class Copied(AddsSinks):
     """Runs `attention`, which reads bounds, on queries in their place and copies of keys."""
 
     def __init__(self, attention: Attention) -> None:
         super().__init__(attention.softcap)
         self.attention = attention
 
-    def forward(
-        self,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-    ) -> None:
-        self.attention.forward(_copied(qkv, documents), documents, scale, o, lse)
-        merge_sinks_(o, lse, sinks)
+    def plain_forward(self, call: AttentionCall) -> None:
+        self.attention.forward(_copied(call))
 
-    def backward(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-        out: QKV | None = None,
-    ) -> QKV:
-        add_grad_(sinks, do, o, lse)
-        given, whole = _copied(qkv, documents), out or QKV(*map(torch.empty_like, qkv))
-        copies = QKV(whole.q, *map(torch.empty_like, given[1:]))
-        self.attention.backward(do, given, documents, scale, o, lse, out=copies)
-        assert documents.keys is not None
-        sum_places(copies[1:], documents.keys.places, whole[1:])
-        return whole
+    def plain_backward(self, do: Tensor, call: AttentionCall, out: QKV | None) -> QKV:
+        given, grads = _copied(call), call.room(out)
+        copies = QKV(grads.q, *map(torch.empty_like, given.qkv[1:]))
+        self.attention.backward(do, given, copies)
+        assert call.documents.keys is not None
+        sum_places(copies[1:], call.documents.keys.places, grads[1:])
+        return grads
 
 
-def _copied(qkv: QKV, documents: Documents) -> QKV:
-    assert documents.keys is not None
-    k, v = (x.index_select(0, documents.keys.tokens) for x in qkv[1:])
-    return QKV(qkv.q, k, v)
+def _copied(call: AttentionCall) -> AttentionCall:
+    """Returns the call with each document's keys before it. `with_copies` admits no window that
+    is shorter than a document."""
+    assert call.documents.keys is not None
+    k, v = (x.index_select(0, call.documents.keys.tokens) for x in call.qkv[1:])
+    return call._replace(qkv=QKV(call.qkv.q, k, v), window=None)

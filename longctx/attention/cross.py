@@ -19,21 +19,18 @@ gradients of this part of the keys.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from longctx.attention import flash4
 from longctx.attention.backends import (
-    NO_WINDOWS,
     Cudnn,
     Flash,
     FlashAttention4,
     FlashOnCpu,
     Math,
-    _batched,
-    _repeat,
-    _sum_groups,
+    Scores,
 )
 from longctx.attention.by_length import ByLength
 from longctx.attention.protocol import QKV, Attention
@@ -53,15 +50,14 @@ def cross_of(attention: Attention) -> Cross:
             f"{type(attention).__name__} attention cannot share prompts between documents: "
             f"use {', '.join(known.__name__ for known in CROSS)}, or rows without parents"
         )
-    return kind(attention.softcap)
+    return kind(attention)
 
 
 class Cross(ABC):
-    """A backend's attention of queries to keys before them. Tensors may be strided views; `softcap`
-    is the backend's."""
+    """A backend's attention of queries to keys before them. Tensors may be strided views."""
 
-    def __init__(self, softcap: float | None = None) -> None:
-        self.softcap = softcap
+    def __init__(self, attention: Any) -> None:
+        self.attention = attention
 
     @abstractmethod
     def forward(
@@ -84,17 +80,12 @@ class CrossFlash4(Cross):
     """flash-attn-4 on a batch of one row, which needs no boundaries. Where it has no deterministic
     backward, the first call's has raised an error before."""
 
-    def __init__(self, softcap: float | None = None) -> None:
-        super().__init__(softcap)
-        interface = flash4.load()
-        self._forward, self._backward = interface._flash_attn_fwd, interface._flash_attn_bwd
-
     def forward(self, qkv: QKV, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
-        o, lse, *_ = self._forward(
+        o, lse, *_ = self.attention.run_forward(
             *_rows(*qkv),
             softmax_scale=scale,
             causal=False,
-            softcap=self.softcap or 0.0,
+            softcap=self.attention.softcap or 0.0,
             return_lse=True,
             **_sides(qkv, window),
         )
@@ -103,11 +94,11 @@ class CrossFlash4(Cross):
     def backward(
         self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None = None
     ) -> Gradients:
-        dq, dk, dv = self._backward(
+        dq, dk, dv = self.attention.run_backward(
             *_rows(*qkv, o, do, lse),
             softmax_scale=scale,
             causal=False,
-            softcap=self.softcap or 0.0,
+            softcap=self.attention.softcap or 0.0,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **_sides(qkv, window),
         )
@@ -138,79 +129,21 @@ class CrossFlash(Cross):
         return dq[0], dk[0], dv[0]
 
 
-class CrossMath(Cross):
-    """Plain torch, in the tiles of `Math`."""
+class CrossDocument(Cross):
+    """A backend that takes one document at a time: here its queries come after all of its keys."""
 
     def forward(self, qkv: QKV, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
-        return Math(self.softcap).document_forward(qkv, scale, window, after=len(qkv.k))
+        return self.attention.document_forward(qkv, Scores(scale, window, after=len(qkv.k)))
 
     def backward(
         self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None = None
     ) -> Gradients:
-        return Math(self.softcap).document_backward(
-            do, qkv, scale, o, lse, window, after=len(qkv.k)
-        )
-
-
-class CrossFlashOnCpu(CrossMath):
-    """torch's flash op for CPUs. As for documents, windows and a softcap run in `Math`."""
-
-    def forward(self, qkv: QKV, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
-        q, k, v = qkv
-        if window is not None or self.softcap is not None:
-            return super().forward(qkv, scale, window)
-        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            *_batched(q, _repeat(k, q), _repeat(v, q)), 0.0, False, scale=scale
-        )
-        return o[0].transpose(0, 1), lse[0]
-
-    def backward(
-        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None = None
-    ) -> Gradients:
-        q, k, v = qkv
-        if window is not None or self.softcap is not None:
-            return super().backward(do, qkv, scale, o, lse, window)
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *_batched(do, q, _repeat(k, q), _repeat(v, q), o), lse[None], 0.0, False, scale=scale
-        )
-        dk, dv = (_sum_groups(grad[0].to(lse.dtype), k) for grad in (dk, dv))
-        return dq[0].transpose(0, 1), dk, dv
-
-
-class CrossCudnn(CrossMath):
-    """torch's cuDNN attention op. It refuses one query and one key, which run in `Math`."""
-
-    def forward(self, qkv: QKV, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
-        if window is not None:
-            raise UserError(NO_WINDOWS)
-        if 1 in (len(qkv.q), len(qkv.k)):
-            return super().forward(qkv, scale)
-        o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            *_batched(*qkv), None, True, 0.0, False, scale=scale
-        )
-        return o[0].transpose(0, 1), lse[0].reshape(qkv.q.shape[1], -1)
-
-    def backward(
-        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None = None
-    ) -> Gradients:
-        n, m = len(qkv.q), len(qkv.k)
-        if 1 in (n, m):
-            return super().backward(do, qkv, scale, o, lse)
-        no_dropout = torch.zeros((), dtype=torch.int64, device=do.device)
-        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-            *(*_batched(do, *qkv, o), lse[None, :, :, None]),
-            *(no_dropout, no_dropout, None, None, None, n, m, 0.0, False),
-            scale=scale,
-        )
-        return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
+        how = Scores(scale, window, after=len(qkv.k))
+        return self.attention.document_backward(do, qkv, o, lse, how)
 
 
 class CrossByLength(Cross):
     """The second call of the backend in which a document with as many scores would run."""
-
-    def __init__(self, attention: ByLength) -> None:
-        super().__init__(attention.softcap)
-        self.attention = attention
 
     def forward(self, qkv: QKV, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
         return self._cross(qkv).forward(qkv, scale, window)
@@ -239,7 +172,7 @@ def _sides(qkv: QKV, window: int | None) -> dict[str, int]:
 CROSS: dict[type[Attention], type[Cross]] = {
     FlashAttention4: CrossFlash4,
     Flash: CrossFlash,
-    Cudnn: CrossCudnn,
-    FlashOnCpu: CrossFlashOnCpu,
-    Math: CrossMath,
+    Cudnn: CrossDocument,
+    FlashOnCpu: CrossDocument,
+    Math: CrossDocument,
 }

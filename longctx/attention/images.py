@@ -25,8 +25,7 @@ from torch import Tensor
 
 from longctx.attention.documents import Documents
 from longctx.attention.prefixes import merge_
-from longctx.attention.protocol import QKV, Attention
-from longctx.attention.sinks import Sinks, add_grad_, merge_sinks_
+from longctx.attention.protocol import QKV, AddsSinks, Attention, AttentionCall
 
 PIECE = 16384
 """Tokens of images that one second call takes, unless an image alone has more."""
@@ -70,7 +69,7 @@ def turned(images: Sequence[slice], device: torch.device) -> Iterator[Turned]:
 
 
 @dataclass(frozen=True)
-class BothWays(Attention):
+class BothWays(AddsSinks):
     """Runs `attention` by documents, and `own` over images that are turned around. These are two
     where documents continue others, which no image does."""
 
@@ -78,45 +77,25 @@ class BothWays(Attention):
     own: Attention
     turned: tuple[Turned, ...]
 
-    def forward(
-        self,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-    ) -> None:
-        self.attention.forward(qkv, documents, scale, o, lse, window)
+    def plain_forward(self, call: AttentionCall) -> None:
+        o, lse = call.o, call.lse
+        self.attention.forward(call)
         for queries, keys, of_images in self.turned:
-            parts = _parts(qkv, queries, keys)
+            parts = _parts(call.qkv, queries, keys)
             later = torch.empty_like(parts.q), lse.new_empty(len(lse), len(queries))
-            self.own.forward(parts, of_images, scale, *later)
+            self.own.forward(AttentionCall(parts, of_images, call.scale, *later))
             merged = o[queries], lse[:, queries]
             merge_(*merged, *later)
             o[queries], lse[:, queries] = merged
-        merge_sinks_(o, lse, sinks)
 
-    def backward(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-        out: QKV | None = None,
-    ) -> QKV:
-        add_grad_(sinks, do, o, lse)
+    def plain_backward(self, do: Tensor, call: AttentionCall, out: QKV | None) -> QKV:
         # The second calls still need the merged o after the first call wrote dq over it.
-        merged = [o[queries] for queries, _, _ in self.turned]
-        grads = self.attention.backward(do, qkv, documents, scale, o, lse, window, out=out)
+        merged = [call.o[queries] for queries, _, _ in self.turned]
+        grads = self.attention.backward(do, call, out)
         for (queries, keys, of_images), whole in zip(self.turned, merged, strict=True):
-            given = do[queries], _parts(qkv, queries, keys), of_images, scale, whole
-            found = self.own.backward(*given, lse[:, queries].contiguous())
+            parts, lse = _parts(call.qkv, queries, keys), call.lse[:, queries].contiguous()
+            of_turned = AttentionCall(parts, of_images, call.scale, whole, lse)
+            found = self.own.backward(do[queries], of_turned)
             for grad, where, more in zip(grads, (queries, keys, keys), found, strict=True):
                 grad.index_add_(0, where, more)
         return grads

@@ -30,8 +30,7 @@ from torch import Tensor
 from longctx.attention.cross import Cross
 from longctx.attention.documents import Documents, Padding
 from longctx.attention.prefixes import inside, needed, parts_of
-from longctx.attention.protocol import QKV, Attention
-from longctx.attention.sinks import Sinks, add_grad_, merge_sinks_
+from longctx.attention.protocol import QKV, AddsSinks, Attention, AttentionCall
 
 
 class Row(NamedTuple):
@@ -73,67 +72,47 @@ def sorted_rows(
 
 
 @dataclass(frozen=True)
-class Padded(Attention):
+class Padded(AddsSinks):
     """Runs `attention` by documents, and `cross` between padding and the document before it."""
 
     attention: Attention
     cross: Cross
 
-    def forward(
-        self,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-    ) -> None:
-        real, alone = slice(documents.tokens), inside(documents, window)
-        own_lse = lse.new_empty(len(lse), documents.tokens)
-        self.attention.forward(qkv.of(real), documents, scale, o[real], own_lse, alone)
-        lse[:, real] = own_lse
-        for padding in documents.padding:
-            o[padding.tokens] = 0
-            lse[:, padding.tokens] = 0
-        for queries, keys in _seeing(documents, window):
-            parts = parts_of(qkv, queries, keys)
-            o[queries], lse[:, queries] = self.cross.forward(parts, scale, needed(parts, window))
-        merge_sinks_(o, lse, sinks)
+    def plain_forward(self, call: AttentionCall) -> None:
+        real, own = self._real(call)
+        own = own._replace(lse=call.lse.new_empty(own.lse.shape))
+        self.attention.forward(own)
+        call.lse[:, real] = own.lse
+        for padding in call.documents.padding:
+            call.o[padding.tokens] = 0
+            call.lse[:, padding.tokens] = 0
+        for queries, keys in _seeing(call.documents, call.window):
+            parts = parts_of(call.qkv, queries, keys)
+            found = self.cross.forward(parts, call.scale, needed(parts, call.window))
+            call.o[queries], call.lse[:, queries] = found
 
-    def backward(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-        out: QKV | None = None,
-    ) -> QKV:
-        add_grad_(sinks, do, o, lse)
-        real, alone = slice(documents.tokens), inside(documents, window)
+    def plain_backward(self, do: Tensor, call: AttentionCall, out: QKV | None) -> QKV:
+        real, own = self._real(call)
         # o of padding is copied, since dq may take its place.
-        seeing = [(*pair, o[pair[0]].clone()) for pair in _seeing(documents, window)]
-        grads = QKV(*map(torch.empty_like, qkv)) if out is None else out
-        self.attention.backward(
-            *(do[real], qkv.of(real), documents, scale, o[real], lse[:, real].contiguous(), alone),
-            out=grads.of(real),
-        )
+        seen = _seeing(call.documents, call.window)
+        seeing = [(queries, keys, call.o[queries].clone()) for queries, keys in seen]
+        grads = call.room(out)
+        self.attention.backward(do[real], own.dense(), grads.of(real))
         for grad in grads:
-            grad[documents.tokens :] = 0
-        for queries, keys, own in seeing:
-            parts = parts_of(qkv, queries, keys)
-            dq, dk, dv = self.cross.backward(
-                *(do[queries], parts, scale, own, lse[:, queries].contiguous()),
-                needed(parts, window),
-            )
+            grad[real.stop :] = 0
+        for queries, keys, o in seeing:
+            parts, lse = parts_of(call.qkv, queries, keys), call.lse[:, queries].contiguous()
+            given = do[queries], parts, call.scale, o, lse, needed(parts, call.window)
+            dq, dk, dv = self.cross.backward(*given)
             grads.q[queries] = dq
             grads.k[keys] += dk
             grads.v[keys] += dv
         return grads
+
+    def _real(self, call: AttentionCall) -> tuple[slice, AttentionCall]:
+        """Returns where documents lie, and their call without padding."""
+        real, alone = slice(call.documents.tokens), inside(call.documents, call.window)
+        return real, call.of(real, call.documents)._replace(window=alone)
 
 
 def _seeing(documents: Documents, window: int | None) -> Iterator[tuple[slice, slice]]:

@@ -43,73 +43,52 @@ from torch import Tensor
 
 from longctx.attention.cross import Cross
 from longctx.attention.documents import Documents
-from longctx.attention.protocol import QKV, Attention
-from longctx.attention.sinks import Sinks, add_grad_, merge_sinks_
+from longctx.attention.protocol import QKV, AddsSinks, Attention, AttentionCall
 
 PIECE = 2**22
 """Elements of o that are merged at a time: 16 MiB in fp32."""
 
 
 @dataclass(frozen=True)
-class Prefixed(Attention):
+class Prefixed(AddsSinks):
     """Runs `attention` by documents, and `cross` between answers and their prompts."""
 
     attention: Attention
     cross: Cross
 
-    def forward(
-        self,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-    ) -> None:
-        alone = inside(documents, window)
-        self.attention.forward(qkv, documents, scale, o, lse, alone)
-        for keys, answers in continuations(documents, window):
+    def plain_forward(self, call: AttentionCall) -> None:
+        self.attention.forward(_alone(call))
+        for keys, answers in continuations(call.documents, call.window):
             for queries in answers:
-                parts = parts_of(qkv, queries, keys)
-                found = self.cross.forward(parts, scale, needed(parts, window))
-                merge_(o[queries], lse[:, queries], *found)
-        merge_sinks_(o, lse, sinks)
+                parts = parts_of(call.qkv, queries, keys)
+                found = self.cross.forward(parts, call.scale, needed(parts, call.window))
+                merge_(call.o[queries], call.lse[:, queries], *found)
 
-    def backward(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-        out: QKV | None = None,
-    ) -> QKV:
-        add_grad_(sinks, do, o, lse)
+    def plain_backward(self, do: Tensor, call: AttentionCall, out: QKV | None) -> QKV:
+        o, window = call.o, call.window
         # The second call still needs the merged o after the first call wrote dq over it.
         taken = out is not None and out.q.data_ptr() == o.data_ptr()  # dq takes o's place
         pieces = [
             (keys, [(queries, o[queries].clone() if taken else o[queries]) for queries in answers])
-            for keys, answers in continuations(documents, window)
+            for keys, answers in continuations(call.documents, window)
         ]
-        alone = inside(documents, window)
-        grads = self.attention.backward(do, qkv, documents, scale, o, lse, alone, out=out)
+        grads = self.attention.backward(do, _alone(call), out)
         for keys, answers in pieces:
             sums: list[Tensor] = []
             for queries, merged in answers:
-                parts = parts_of(qkv, queries, keys)
-                dq, *dkv = self.cross.backward(
-                    *(do[queries], parts, scale, merged, lse[:, queries].contiguous()),
-                    needed(parts, window),
-                )
+                parts, lse = parts_of(call.qkv, queries, keys), call.lse[:, queries].contiguous()
+                given = do[queries], parts, call.scale, merged, lse, needed(parts, window)
+                dq, *dkv = self.cross.backward(*given)
                 grads.q[queries].add_(dq)
                 sums = [_sum(a, b) for a, b in zip(sums, dkv, strict=True)] if sums else dkv
             for grad, total in zip(grads[1:], sums, strict=True):
                 grad[keys].add_(total)
         return grads
+
+
+def _alone(call: AttentionCall) -> AttentionCall:
+    """Returns the first call, of each document by itself."""
+    return call._replace(window=inside(call.documents, call.window))
 
 
 def continuations(documents: Documents, window: int | None) -> Iterator[tuple[slice, list[slice]]]:

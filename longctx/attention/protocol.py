@@ -1,7 +1,7 @@
 """Causal grouped-query attention over packed documents, as forward and backward of each backend.
 
-    o, lse     = attention.forward(qkv, documents)                         4 L^2 H d / 2 FLOPs
-    dq, dk, dv = attention.backward(do, qkv, documents, o, lse)            2.5 times that
+    attention.forward(call)                      writes o and lse          4 L^2 H d / 2 FLOPs
+    dq, dk, dv = attention.backward(do, call)                              2.5 times that
 
 The FLOPs are for each document of L tokens, with s = scale * q @ k.T (causal), o = softmax(s) @ v
 and lse = logsumexp(s). With a softcap c, s = c * tanh(scale * q @ k.T / c). With a window of W
@@ -20,10 +20,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from longctx.attention.documents import Documents
-from longctx.attention.sinks import Sinks
+from longctx.attention.sinks import Sinks, add_grad_, merge_sinks_
 from longctx.kernels.annotate import annotate
 
 
@@ -44,6 +45,39 @@ class QKV(NamedTuple):
         for there, here in zip(out, self, strict=True):
             there.copy_(here)
         return out
+
+
+class AttentionCall(NamedTuple):
+    """One call of attention: what is read, how, and where the results lie.
+
+    A wrapper makes the call of the attention inside it by `_replace`, or by `of`, and so names only
+    what it changes.
+    """
+
+    qkv: QKV
+    documents: Documents
+    scale: float
+    o: Tensor  # (T, H, d), written by forward
+    lse: Tensor  # (H, T) fp32 (fp64 for fp64 inputs), written by forward
+    window: int | None = None
+    sinks: Sinks | None = None  # of these heads; o and lse are those with sinks
+
+    def of(self, tokens: slice, documents: Documents) -> AttentionCall:
+        """Returns the call of some tokens, which are those of `documents`."""
+        return self._replace(
+            qkv=self.qkv.of(tokens),
+            documents=documents,
+            o=self.o[tokens],
+            lse=self.lse[:, tokens],
+        )
+
+    def dense(self) -> AttentionCall:
+        """Returns the call with lse contiguous, as kernels of backward read it."""
+        return self._replace(lse=self.lse.contiguous())
+
+    def room(self, out: QKV | None) -> QKV:
+        """Returns where gradients are written: `out`, or without it new memory."""
+        return QKV(*map(torch.empty_like, self.qkv)) if out is None else out
 
 
 class Attention(ABC):
@@ -68,65 +102,48 @@ class Attention(ABC):
         return False
 
     @abstractmethod
-    def forward(
-        self,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,  # (T, H, d), written
-        lse: Tensor,  # (H, T) fp32 (fp64 for fp64 inputs), written
-        window: int | None = None,
-        sinks: Sinks | None = None,  # of these heads; o and lse are those with sinks
-    ) -> None: ...
+    def forward(self, call: AttentionCall) -> None:
+        """Writes o and lse."""
 
     @abstractmethod
-    def backward(
-        self,
-        do: Tensor,  # (T, H, d)
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,  # (T, H, d)
-        lse: Tensor,  # (H, T)
-        window: int | None = None,
-        sinks: Sinks | None = None,  # their gradient is added to
-        out: QKV | None = None,  # written, and returned; its q may be o
-    ) -> QKV: ...  # dq, dk, dv
+    def backward(self, do: Tensor, call: AttentionCall, out: QKV | None = None) -> QKV:
+        """Returns dq, dk and dv from do (T, H, d), and adds to the gradient of sinks. With `out`
+        they are written there; its q may be o."""
 
-    def forward_in_turns(
-        self,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-    ) -> Iterator[None]:
+    def forward_in_turns(self, call: AttentionCall) -> Iterator[None]:
         """Runs `forward` as an iterator. It starts at the first advance and pauses while it
         exchanges tensors with other ranks; o and lse are written when it ends."""
         with annotate("attention"):
-            self.forward(qkv, documents, scale, o, lse, window, sinks)
+            self.forward(call)
         yield from ()
 
-    def backward_in_turns(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-        *,
-        out: QKV,
-    ) -> Iterator[None]:
+    def backward_in_turns(self, do: Tensor, call: AttentionCall, out: QKV) -> Iterator[None]:
         """Runs `backward` into `out` as an iterator that pauses like `forward_in_turns`, which gave
         o and lse."""
         with annotate("attention"):
-            self.backward(do, qkv, documents, scale, o, lse, window, sinks, out)
+            self.backward(do, call, out)
         yield from ()
+
+
+class AddsSinks(Attention):
+    """Attention that knows no sinks while it computes. They are merged into the final o and lse,
+    and backward takes their gradient first, before dq is written over o."""
+
+    def forward(self, call: AttentionCall) -> None:
+        self.plain_forward(call._replace(sinks=None))
+        merge_sinks_(call.o, call.lse, call.sinks)
+
+    def backward(self, do: Tensor, call: AttentionCall, out: QKV | None = None) -> QKV:
+        add_grad_(call.sinks, do, call.o, call.lse)
+        return self.plain_backward(do, call._replace(sinks=None), out)
+
+    @abstractmethod
+    def plain_forward(self, call: AttentionCall) -> None:
+        """Runs `forward` of a call without sinks."""
+
+    @abstractmethod
+    def plain_backward(self, do: Tensor, call: AttentionCall, out: QKV | None) -> QKV:
+        """Runs `backward` of a call without sinks, whose o and lse may be those with sinks."""
 
 
 def take_turns(parts: Iterable[Iterator[None]]) -> None:

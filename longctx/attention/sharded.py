@@ -34,15 +34,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from longctx.attention.documents import Documents
-from longctx.attention.protocol import QKV, Attention, take_turns
+from longctx.attention.protocol import QKV, Attention, AttentionCall, take_turns
 from longctx.attention.shards import Shards
-from longctx.attention.sinks import Sinks
 from longctx.kernels.annotate import annotate
 
 Parts = Callable[[], Sequence[Tensor]]
@@ -61,74 +59,36 @@ class Sharded(Attention):
     def ranks(self) -> int:
         return self.shards.ranks
 
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        take_turns([self.forward_in_turns(*args, **kwargs)])
+    def forward(self, call: AttentionCall) -> None:
+        take_turns([self.forward_in_turns(call)])
 
-    def backward(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-        out: QKV | None = None,
-    ) -> QKV:
-        out = out or QKV(*map(torch.empty_like, qkv))
-        rest = documents, scale, o, lse, window, sinks
-        take_turns([self.backward_in_turns(do, qkv, *rest, out=out)])
+    def backward(self, do: Tensor, call: AttentionCall, out: QKV | None = None) -> QKV:
+        out = call.room(out)
+        take_turns([self.backward_in_turns(do, call, out)])
         return out
 
-    def forward_in_turns(
-        self,
-        qkv: QKV,
-        documents: Documents,  # of the whole rows
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-    ) -> Iterator[None]:
-        there = self._to_heads(self._for_all(qkv))
-        del qkv  # here and below: it was copied, so its memory may be freed while others compute
+    def forward_in_turns(self, call: AttentionCall) -> Iterator[None]:
+        there, own, o = self._to_heads(self._for_all(call.qkv)), self._own(call), call.o
+        del call  # here and below: it was copied, so its memory may be freed while others compute
         yield
         whole = QKV(*there())
         o_whole = torch.empty_like(whole.q, memory_format=torch.contiguous_format)
         with annotate("attention"):
-            own_lse = self._of_heads(lse)
-            rest = documents, scale, o_whole, own_lse, window, self._own(sinks)
-            self.attention.forward(whole, *rest)
-            del rest
+            self.attention.forward(own(qkv=whole, o=o_whole))
         del whole
         back = self._to_tokens([o_whole])
         del o_whole
         yield
         o.copy_(back()[0])
 
-    def backward_in_turns(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        documents: Documents,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-        sinks: Sinks | None = None,
-        *,
-        out: QKV,
-    ) -> Iterator[None]:
-        there = self._to_heads([*self._for_all(qkv), do, o])
-        del qkv, do, o
+    def backward_in_turns(self, do: Tensor, call: AttentionCall, out: QKV) -> Iterator[None]:
+        there, own = self._to_heads([*self._for_all(call.qkv), do, call.o]), self._own(call)
+        del call, do
         yield
         *whole, do, o = there()
         with annotate("attention"):
-            own_lse = self._of_heads(lse)
-            rest = documents, scale, o, own_lse, window, self._own(sinks)
-            grads = self.attention.backward(do, QKV(*whole), *rest)
-        del whole, do, o, rest
+            grads = self.attention.backward(do, own(qkv=QKV(*whole), o=o))
+        del whole, do, o
         back = self._to_tokens(grads)
         del grads
         yield
@@ -143,16 +103,22 @@ class Sharded(Attention):
             return qkv
         return QKV(qkv.q, *(x.repeat_interleave(times, dim=1) for x in (qkv.k, qkv.v)))
 
-    def _of_heads(self, lse: Tensor) -> Tensor:  # (h, t) -> (h / R, R t)
-        return lse.view(len(lse) // self.ranks, -1)
-
-    def _own(self, sinks: Sinks | None) -> Sinks | None:
-        """Returns the sinks of this rank's heads. Other ranks have the gradients of the others, as
-        they have those of other tokens, and all are added up."""
-        if sinks is None:
-            return None
-        share = len(sinks.logits) // self.ranks
-        return sinks.of(slice(self.shards.rank * share, (self.shards.rank + 1) * share))
+    def _own(self, call: AttentionCall) -> Callable[..., AttentionCall]:
+        """Returns what makes the call of this rank's heads from their q, k, v and o, and holds none
+        of the tensors that are exchanged. Other ranks have the gradients of the other heads' sinks,
+        as they have those of other tokens, and all are added up."""
+        lse, sinks = call.lse.view(len(call.lse) // self.ranks, -1), call.sinks  # (h / R, R t)
+        if sinks is not None:
+            share = len(sinks.logits) // self.ranks
+            sinks = sinks.of(slice(self.shards.rank * share, (self.shards.rank + 1) * share))
+        return partial(
+            AttentionCall,
+            documents=call.documents,
+            scale=call.scale,
+            lse=lse,
+            window=call.window,
+            sinks=sinks,
+        )
 
     def _to_heads(self, parts: Sequence[Tensor]) -> Parts:
         """Exchanges (t, n, d), own tokens of all heads, for (R t, n / R, d), all of own heads."""

@@ -184,19 +184,9 @@ def seconds(
     waits = activation_waits(tables, hosted, rates)
     forward, backward = _waiting(forward, waits[0]), _waiting(backward, waits[1])
     for other in exchanges:
-        moved_s = other.memory_bytes / rates.memory_bytes
+        forward, backward = _exchanging(forward, backward, other, rates)
         if other.update is not None:
             update = Seconds(memory=other.update)
-        # Weights are gathered twice, gradients are summed beside the second time.
-        forward = forward._replace(
-            memory=forward.memory + moved_s / 3, attention=forward.attention + other.taken_forward
-        )
-        backward = backward._replace(
-            memory=backward.memory + moved_s * 2 / 3,
-            attention=backward.attention + other.taken_backward,
-        )
-        forward = _waiting(forward, other.alone_forward)
-        backward = _waiting(backward, other.alone_backward)
     exchanged = [
         max((getattr(other, phase) for other in exchanges), default=0.0)
         for phase in ("forward", "backward")
@@ -215,6 +205,22 @@ def seconds(
     phases.append(_times(beside(backward, slowest, up, traffic.backward.down), passes))
     step = _sum(*phases)
     return step._replace(link=step.link + passes * sum(other.link for other in exchanges))
+
+
+def _exchanging(
+    forward: Seconds, backward: Seconds, other: Exchanged, rates: Rates
+) -> tuple[Seconds, Seconds]:
+    """Returns both passes with what an exchange takes of them and keeps waiting."""
+    moved_s = other.memory_bytes / rates.memory_bytes
+    # Weights are gathered twice, gradients are summed beside the second time.
+    forward = forward._replace(
+        memory=forward.memory + moved_s / 3, attention=forward.attention + other.taken_forward
+    )
+    backward = backward._replace(
+        memory=backward.memory + moved_s * 2 / 3,
+        attention=backward.attention + other.taken_backward,
+    )
+    return _waiting(forward, other.alone_forward), _waiting(backward, other.alone_backward)
 
 
 def of_all(tables: Tables, each: Sequence[Load]) -> Load:

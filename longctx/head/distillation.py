@@ -22,20 +22,22 @@ and heads where logits are computed again. No logits are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from longctx.constants import IGNORE_INDEX
-from longctx.head.pieces import Rows
+from longctx.head.pieces import Head, Piece, Rows
 from longctx.head.stream import (
-    Objective,
+    KeptObjective,
+    Reduction,
+    check_between,
     check_count,
     check_device,
     check_labels,
-    check_number,
     check_positive,
+    check_reduction,
     checked_head,
     logits_budget,
     per_row,
@@ -43,8 +45,6 @@ from longctx.head.stream import (
 )
 from longctx.kernels import divergence as kernel
 from longctx.kernels.divergence import How
-
-Reduction = Literal["mean", "sum", "none"]
 
 
 def linear_jsd_reference(
@@ -80,36 +80,23 @@ def linear_jsd_reference(
     return values.sum() / (max(1, int(counts.sum())) if reduction == "mean" else 1)
 
 
-class _Divergence(Objective):
+class _Divergence(KeptObjective):
+    kind, outputs = kernel.Divergence, ("value",)
+
     def __init__(self, how: How) -> None:
         self._how, self.divisor = how, how.temperature
 
-    def prepare(self, rows: Rows, dtype: torch.dtype) -> None:
-        self._rows = rows
-        self._found = kernel.Divergence.empty(len(rows), dtype, rows.labels.device)
-        self.values = (self._found.value,)
+    def find(self, piece: Piece, labels: Tensor) -> kernel.Divergence:
+        student, teacher = piece.logits
+        return kernel.divergence(student, teacher, self._how)
 
-    def forward(
-        self, logits: list[Tensor], part: slice, d_logits: Tensor | None, scale: Tensor
+    def write_gradient(
+        self, piece: Piece, labels: Tensor, found: Any, d_values: Sequence[Tensor | None]
     ) -> None:
-        student, teacher = logits
-        found = kernel.divergence(student, teacher, self._how)
-        for kept, new in zip(self._found, found, strict=True):
-            kept[part] = new
-        if d_logits is not None:
-            self.backward(logits, part, d_logits, [self._rows.weights(scale, part)])
-
-    def backward(
-        self,
-        logits: list[Tensor],
-        part: slice,
-        d_logits: Tensor,
-        d_values: Sequence[Tensor | None],
-    ) -> None:
-        found = kernel.Divergence(*(x[part] for x in self._found))
-        (student, teacher), (weights,) = logits, d_values
+        assert piece.d_logits is not None
+        (student, teacher), (weights,) = piece.logits, d_values
         assert weights is not None
-        kernel.divergence_gradient(student, teacher, found, d_logits, weights, self._how)
+        kernel.divergence_gradient(student, teacher, found, piece.d_logits, weights, self._how)
 
 
 def linear_jsd(
@@ -162,49 +149,9 @@ def linear_jsd(
     Source: GKD (arXiv 2306.13649); the values are those of TRL's
     `GKDTrainer.generalized_jsd_loss`.
     """
-    trained = weight.requires_grad
-    head = checked_head(hidden, weight, bias, float64=True)
-    teacher = checked_head(
-        teacher_hidden.detach(),
-        teacher_weight.detach(),
-        None if teacher_bias is None else teacher_bias.detach(),
-        of="teacher_",
-        float64=True,
-    )
-    check_device(hidden, teacher_hidden=teacher_hidden)
-    if len(teacher.weight) != len(weight):
-        raise ValueError(
-            f"student and teacher must have one vocabulary, got {len(weight)} entries in weight "
-            f"and {len(teacher.weight)} in teacher_weight"
-        )
-    if teacher_hidden.shape[:-1] != hidden.shape[:-1]:
-        raise ValueError(
-            f"teacher_hidden must have shape {(*hidden.shape[:-1], teacher_hidden.shape[-1])}, "
-            f"got {tuple(teacher_hidden.shape)}"
-        )
-    if (head.hidden.dtype == torch.float64) != (teacher.hidden.dtype == torch.float64):
-        raise ValueError(
-            f"teacher_hidden must be {hidden.dtype} as hidden is, got {teacher_hidden.dtype}"
-        )
-    if labels is None:
-        labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    check_labels(labels, hidden)
-    check_number(beta=beta)
-    if not 0 <= beta <= 1:
-        raise ValueError(f"beta must be in [0, 1], got {beta}")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    check_count(num_items)
-    if reduction == "none" and num_items is not None:
-        raise ValueError("num_items divides a sum: it is impossible with reduction='none'")
-    check_positive(temperature=temperature, softcap=softcap, teacher_softcap=teacher_softcap)
-    logits_bytes = logits_budget(logits_bytes, weight, trained)
-    rows = Rows(labels.flatten(), len(weight))
-    objective = _Divergence(How(beta, temperature, softcap, teacher_softcap))
-    if reduction == "none":
-        return per_row(objective, (*head, *teacher), rows, logits_bytes)[0].view(labels.shape)
-    count = 1 if num_items is None and reduction == "sum" else num_items
-    return reduced(objective, (*head, *teacher), rows, count, logits_bytes)
+    how = How(beta, temperature, softcap, teacher_softcap)
+    student, teacher = (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias)
+    return _divergence(student, teacher, labels, how, reduction, num_items, logits_bytes)
 
 
 def linear_kl(
@@ -245,19 +192,65 @@ def linear_kl(
         raise TypeError("linear_kl has no beta: reverse=True is linear_jsd's beta=1")
     if unknown:
         raise TypeError(f"linear_kl has no option {next(iter(unknown))!r}")
-    return linear_jsd(
-        hidden,
-        weight,
-        teacher_hidden,
-        teacher_weight,
-        labels,
-        beta=1.0 if reverse else 0.0,
-        bias=bias,
-        teacher_bias=teacher_bias,
-        temperature=temperature,
-        softcap=softcap,
-        teacher_softcap=teacher_softcap,
-        reduction=reduction,
-        num_items=num_items,
-        logits_bytes=logits_bytes,
-    )
+    how = How(1.0 if reverse else 0.0, temperature, softcap, teacher_softcap)
+    student, teacher = (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias)
+    return _divergence(student, teacher, labels, how, reduction, num_items, logits_bytes)
+
+
+_Given = tuple[Tensor, Tensor, Tensor | None]
+"""Hidden states (T, D) or (B, S, D), weight (V, D) and bias (V,) of one head."""
+
+
+def _divergence(
+    student: _Given,
+    teacher: _Given,
+    labels: Tensor | None,  # (T,) or (B, S)
+    how: How,
+    reduction: Reduction,
+    num_items: int | Tensor | None,
+    logits_bytes: int | None,
+) -> Tensor:  # (), or (T,) or (B, S)
+    hidden, weight, _ = student
+    head = checked_head(*student, float64=True)
+    heads = *head, *_checked_teacher(hidden, head, teacher)
+    if labels is None:
+        labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    check_labels(labels, hidden)
+    check_between("beta", how.beta, "[0, 1]")
+    check_reduction(reduction)
+    check_count(num_items)
+    if reduction == "none" and num_items is not None:
+        raise ValueError("num_items divides a sum: it is impossible with reduction='none'")
+    softcaps = {"softcap": how.softcap, "teacher_softcap": how.teacher_softcap}
+    check_positive(temperature=how.temperature, **softcaps)
+    logits_bytes = logits_budget(logits_bytes, weight)
+    rows = Rows(labels.flatten(), len(weight))
+    if reduction == "none":
+        return per_row(_Divergence(how), heads, rows, logits_bytes)[0].view(labels.shape)
+    count = 1 if num_items is None and reduction == "sum" else num_items
+    return reduced(_Divergence(how), heads, rows, count, logits_bytes)
+
+
+def _checked_teacher(hidden: Tensor, student: Head, teacher: _Given) -> Head:
+    """Returns the teacher's head without gradients. Raises ValueError unless it fits the student's
+    rows, vocabulary and precision."""
+    teacher_hidden, teacher_weight, bias = teacher
+    bias = None if bias is None else bias.detach()
+    given = teacher_hidden.detach(), teacher_weight.detach(), bias
+    head = checked_head(*given, of="teacher_", float64=True)
+    check_device(hidden, teacher_hidden=teacher_hidden)
+    if len(head.weight) != len(student.weight):
+        raise ValueError(
+            f"student and teacher must have one vocabulary, got {len(student.weight)} entries in "
+            f"weight and {len(head.weight)} in teacher_weight"
+        )
+    if teacher_hidden.shape[:-1] != hidden.shape[:-1]:
+        raise ValueError(
+            f"teacher_hidden must have shape {(*hidden.shape[:-1], teacher_hidden.shape[-1])}, "
+            f"got {tuple(teacher_hidden.shape)}"
+        )
+    if (student.hidden.dtype == torch.float64) != (head.hidden.dtype == torch.float64):
+        raise ValueError(
+            f"teacher_hidden must be {hidden.dtype} as hidden is, got {teacher_hidden.dtype}"
+        )
+    return head

@@ -28,9 +28,9 @@ from torch import Tensor
 from longctx.constants import IGNORE_INDEX
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Table, Work
-from longctx.head.pieces import RowCount, Rows
+from longctx.head.pieces import Piece, RowCount, Rows
 from longctx.head.stream import (
-    Objective,
+    KeptObjective,
     check_labels,
     check_positive,
     checked_head,
@@ -76,39 +76,26 @@ def linear_log_probs_reference(
     return TokenLogProbs(**{name: x.view(labels.shape) for name, x in values.items()})
 
 
-class _LogProbs(Objective):
+class _LogProbs(KeptObjective):
+    kind = kernel.LogProbs
+
     def __init__(self, outputs: Sequence[str], temperature: float, softcap: float | None) -> None:
         self.outputs = [name for name in OUTPUTS if name in outputs]  # those with gradients first
         self.gradients = sum(name in WITH_GRADIENT for name in self.outputs)
         self.divisor = temperature
         self._options: dict[str, Any] = {"temperature": temperature, "softcap": softcap}
 
-    def prepare(self, rows: Rows, dtype: torch.dtype) -> None:
-        self._rows = rows
-        self._found = kernel.LogProbs.empty(len(rows), dtype, rows.labels.device)
-        self.values = tuple(getattr(self._found, name) for name in self.outputs)
+    def find(self, piece: Piece, labels: Tensor) -> kernel.LogProbs:
+        return kernel.log_softmax(piece.logits[0], labels, **self._options)
 
-    def forward(
-        self, logits: list[Tensor], part: slice, d_logits: Tensor | None, scale: Tensor
+    def write_gradient(
+        self, piece: Piece, labels: Tensor, found: Any, d_values: Sequence[Tensor | None]
     ) -> None:
-        found = kernel.log_softmax(logits[0], self._rows.labels[part], **self._options)
-        for kept, new in zip(self._found, found, strict=True):
-            kept[part] = new
-        if d_logits is not None:
-            self.backward(logits, part, d_logits, [self._rows.weights(scale, part)])
-
-    def backward(
-        self,
-        logits: list[Tensor],
-        part: slice,
-        d_logits: Tensor,
-        d_values: Sequence[Tensor | None],
-    ) -> None:
-        given = dict(zip(self.outputs, d_values, strict=False))
-        weights = [given.get(name) for name in WITH_GRADIENT]
-        found = kernel.LogProbs(*(x[part] for x in self._found))
-        labels = self._rows.labels[part]
-        kernel.log_softmax_gradient(logits[0], labels, found, d_logits, *weights, **self._options)
+        assert piece.d_logits is not None
+        named = dict(zip(self.outputs, d_values, strict=False))
+        weights = [named.get(name) for name in WITH_GRADIENT]
+        given = piece.logits[0], labels, found, piece.d_logits, *weights
+        kernel.log_softmax_gradient(*given, **self._options)
 
 
 def linear_log_probs(
@@ -152,12 +139,11 @@ def linear_log_probs(
 
     The values are those of TRL's `add_fused_lm_head`.
     """
-    trained = weight.requires_grad
     head = checked_head(hidden, weight, bias, float64=True)
     check_labels(labels, hidden)
     check_positive(temperature=temperature, softcap=softcap)
     check_outputs(outputs)
-    logits_bytes = logits_budget(logits_bytes, weight, trained)
+    logits_bytes = logits_budget(logits_bytes, weight)
     rows = Rows(labels.flatten(), len(weight), counted)
     objective = _LogProbs(outputs, temperature, softcap)
     values = per_row(objective, head, rows, logits_bytes)

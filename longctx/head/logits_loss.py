@@ -17,7 +17,7 @@ the logits, autograd raises RuntimeError as soon as that operation's backward co
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +25,13 @@ from torch import Tensor
 from longctx.constants import IGNORE_INDEX
 from longctx.head.logits import LazyLogits
 from longctx.head.stream import (
+    Reduction,
+    check_between,
     check_class_weight,
     check_labels,
     check_number,
     check_positive,
+    check_reduction,
     ignoring,
     refuse_others,
     weighted_mean,
@@ -40,8 +43,6 @@ from longctx.kernels.cross_entropy_rows import (
     cross_entropy_rows_gradient,
 )
 from longctx.kernels.launch import check_float, check_rows, once_differentiable
-
-Reduction = Literal["mean", "sum", "none"]
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -166,11 +167,9 @@ def _check(
         check_float("logits", logits)
     check_rows("logits", logits)
     check_labels(labels, logits)
-    if reduction not in get_args(Reduction):
-        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    check_number(label_smoothing=label_smoothing, lse_square_scale=lse_square_scale)
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    check_reduction(reduction)
+    check_number(lse_square_scale=lse_square_scale)
+    check_between("label_smoothing", label_smoothing, "[0, 1]")
     check_positive(softcap=softcap)
     vocab = logits.shape[-1]
     check_class_weight("weight", weight, logits, vocab, label_smoothing, lse_square_scale)

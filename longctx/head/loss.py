@@ -24,21 +24,24 @@ unless the head is frozen (stream.py has the FLOPs).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Table, Work
-from longctx.head.pieces import RowCount, Rows
+from longctx.head.pieces import Piece, RowCount, Rows
 from longctx.head.stream import (
     Objective,
+    Reduction,
+    check_between,
     check_class_weight,
     check_count,
     check_labels,
     check_number,
     check_positive,
+    check_reduction,
     checked_head,
     ignoring,
     logits_budget,
@@ -53,8 +56,6 @@ from longctx.kernels.cross_entropy_rows import (
     cross_entropy_rows,
     cross_entropy_rows_gradient,
 )
-
-Reduction = Literal["mean", "sum", "none"]
 
 
 def linear_cross_entropy_reference(
@@ -96,17 +97,14 @@ class _CrossEntropy(Objective):
         self._labels = rows.labels
         self.values = (torch.empty(len(rows), dtype=dtype, device=rows.labels.device),)
 
-    def forward(
-        self, logits: list[Tensor], part: slice, d_logits: Tensor | None, scale: Tensor
-    ) -> None:
-        z, labels = self._scaled(logits), self._labels[part]
-        self.values[0][part] = cross_entropy_forward(
-            z, labels, d_logits=d_logits, scale=scale, **self._terms._asdict()
-        )
+    def forward(self, piece: Piece, scale: Tensor) -> None:
+        more: dict[str, Any] = {"d_logits": piece.d_logits, "scale": scale, **self._terms._asdict()}
+        self.values[0][piece.part] = cross_entropy_forward(*self._scaled(piece), **more)
 
-    def _scaled(self, logits: list[Tensor]) -> Tensor:
-        (z,) = logits
-        return z if self.divisor == 1.0 else z.div_(self.divisor)
+    def _scaled(self, piece: Piece) -> tuple[Tensor, Tensor]:
+        """Returns the divided logits and the labels."""
+        (z,) = piece.logits
+        return z if self.divisor == 1.0 else z.div_(self.divisor), self._labels[piece.part]
 
 
 class _EachCrossEntropy(_CrossEntropy):
@@ -118,25 +116,17 @@ class _EachCrossEntropy(_CrossEntropy):
         super().prepare(rows, dtype)
         self._lse = torch.empty_like(self.values[0])
 
-    def forward(
-        self, logits: list[Tensor], part: slice, d_logits: Tensor | None, scale: Tensor
-    ) -> None:
-        if d_logits is not None:
-            return super().forward(logits, part, d_logits, scale)
-        found = cross_entropy_rows(self._scaled(logits), self._labels[part], self._terms)
-        self.values[0][part], self._lse[part] = found
+    def forward(self, piece: Piece, scale: Tensor) -> None:
+        if piece.d_logits is not None:
+            return super().forward(piece, scale)
+        found = cross_entropy_rows(*self._scaled(piece), self._terms)
+        self.values[0][piece.part], self._lse[piece.part] = found
 
-    def backward(
-        self,
-        logits: list[Tensor],
-        part: slice,
-        d_logits: Tensor,
-        d_values: Sequence[Tensor | None],
-    ) -> None:
+    def backward(self, piece: Piece, d_values: Sequence[Tensor | None]) -> None:
         (scale,) = d_values
-        assert scale is not None
-        given = self._scaled(logits), self._labels[part], self._lse[part]
-        cross_entropy_rows_gradient(*given, scale, d_logits, self._terms)
+        assert scale is not None and piece.d_logits is not None
+        given = *self._scaled(piece), self._lse[piece.part], scale, piece.d_logits
+        cross_entropy_rows_gradient(*given, self._terms)
 
 
 def linear_cross_entropy(
@@ -191,15 +181,16 @@ def linear_cross_entropy(
         2.77258...
     """
     refuse_others("linear_cross_entropy", others)
-    trained = weight.requires_grad
     head = checked_head(hidden, weight, bias)
     check_labels(labels, hidden)
     check_count(num_items)
     check_positive(softcap=softcap, logits_scaling=logits_scaling)
-    _check_terms(label_smoothing, lse_square_scale, reduction, num_items)
+    check_number(lse_square_scale=lse_square_scale)
+    check_between("label_smoothing", label_smoothing, "[0, 1]")
+    check_reduction(reduction)
     of_classes = "ce_weight", ce_weight, weight, len(weight)
     check_class_weight(*of_classes, label_smoothing, lse_square_scale)
-    logits_bytes = logits_budget(logits_bytes, weight, trained)
+    logits_bytes = logits_budget(logits_bytes, weight)
     labels = ignoring(labels, ignore_index)
     rows = Rows(labels.flatten(), len(weight), counted)
     terms = Terms(label_smoothing, softcap, lse_square_scale)
@@ -210,16 +201,6 @@ def linear_cross_entropy(
         raise ValueError("num_items goes with neither ce_weight nor reduction='none'")
     (losses,) = per_row(_EachCrossEntropy(logits_scaling, terms), head, rows, logits_bytes)
     return weighted_mean(losses.view(labels.shape), labels, ce_weight, reduction)
-
-
-def _check_terms(
-    label_smoothing: float, lse_square_scale: float, reduction: str, num_items: Any
-) -> None:
-    check_number(label_smoothing=label_smoothing, lse_square_scale=lse_square_scale)
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    if reduction not in get_args(Reduction):
-        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
 
 
 # --- what it costs ---------------------------------------------------------------------------

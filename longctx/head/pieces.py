@@ -237,15 +237,18 @@ class Gradients:
         return self.hidden, self.weight, self.bias
 
 
-Compute = Callable[[list[Tensor], slice, Tensor | None], None]
-"""Called with the logits (rows, V) of each head, which of the computed rows they are, and where the
-gradient of the first head's goes, if it is wanted. It may overwrite the logits."""
+class Piece(NamedTuple):
+    """The logits of some rows, which may be overwritten, and where their gradient goes."""
+
+    logits: list[Tensor]  # of each head: (rows, V)
+    part: slice  # of the computed rows
+    d_logits: Tensor | None  # (rows, V), of the first head; None: it is not wanted
 
 
 def stream(
     heads: Sequence[Head],
     rows: Rows,
-    compute: Compute,
+    compute: Callable[[Piece], None],
     gradients: Gradients | None,
     logits_bytes: int,
     in_place: bool = False,
@@ -267,6 +270,6 @@ def stream(
                 if head.bias is not None:
                     z += head.bias
             g = work.gradient(part) if grad else None
-            compute(logits, slice(start + part.start, start + part.stop), g)
+            compute(Piece(logits, slice(start + part.start, start + part.stop), g))
         if gradients is not None:
             gradients.add(work.gradients(stop - start), hs[0], start)

@@ -32,19 +32,21 @@ tests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from longctx.constants import IGNORE_INDEX
 from longctx.cost.sizes import default_logits_bytes
-from longctx.head.pieces import Gradients, Head, Rows, stream, wide_dtype
+from longctx.head.pieces import Gradients, Head, Piece, Rows, stream, wide_dtype
 from longctx.kernels.annotate import annotated
 from longctx.kernels.launch import check_float, check_shape, once_differentiable
 from longctx.kernels.scale import scale_into
+
+Reduction = Literal["mean", "sum", "none"]
 
 
 class Objective:
@@ -64,25 +66,49 @@ class Objective:
         """Makes room for the values; `dtype` is that of logits."""
         raise NotImplementedError
 
-    def forward(
-        self,
-        logits: list[Tensor],  # of each head: (rows, V)
-        part: slice,  # of the computed rows
-        d_logits: Tensor | None,  # (rows, V)
-        scale: Tensor,  # ()
-    ) -> None:
-        """Writes the values and, to `d_logits`, scale * divisor * the first one's gradient."""
+    def forward(self, piece: Piece, scale: Tensor) -> None:
+        """Writes the values and, if it is wanted, scale () * divisor * the first one's gradient."""
         raise NotImplementedError
 
-    def backward(
-        self,
-        logits: list[Tensor],
-        part: slice,
-        d_logits: Tensor,
-        d_values: Sequence[Tensor | None],  # each (n,), 0 where the label is ignored
-    ) -> None:
-        """Writes divisor * the gradient of sum d_values * values."""
+    def backward(self, piece: Piece, d_values: Sequence[Tensor | None]) -> None:
+        """Writes divisor * the gradient of sum d_values * values, with d_values (rows,) of the
+        piece, 0 where the label is ignored."""
         raise NotImplementedError
+
+
+class KeptObjective(Objective):
+    """An objective whose gradient is computed from values of each row that were found with it. All
+    are kept, and those that `outputs` names are its values."""
+
+    outputs: Sequence[str]
+    kind: Any
+    """The NamedTuple of what is found, a tensor (rows,) each, which `kind.empty` makes room for."""
+
+    def find(self, piece: Piece, labels: Tensor) -> Iterable[Tensor]:
+        """Returns what is found of the piece's rows."""
+        raise NotImplementedError
+
+    def write_gradient(
+        self, piece: Piece, labels: Tensor, found: Any, d_values: Sequence[Tensor | None]
+    ) -> None:
+        """Does what `backward` does, from what was found of the piece's rows."""
+        raise NotImplementedError
+
+    def prepare(self, rows: Rows, dtype: torch.dtype) -> None:
+        self._rows = rows
+        self._found = self.kind.empty(len(rows), dtype, rows.labels.device)
+        self.values = tuple(getattr(self._found, name) for name in self.outputs)
+
+    def forward(self, piece: Piece, scale: Tensor) -> None:
+        found = self.find(piece, self._rows.labels[piece.part])
+        for kept, new in zip(self._found, found, strict=True):
+            kept[piece.part] = new
+        if piece.d_logits is not None:
+            self.backward(piece, [self._rows.weights(scale, piece.part)])
+
+    def backward(self, piece: Piece, d_values: Sequence[Tensor | None]) -> None:
+        found = self.kind(*(x[piece.part] for x in self._found))
+        self.write_gradient(piece, self._rows.labels[piece.part], found, d_values)
 
 
 class _Reduced(torch.autograd.Function):
@@ -112,8 +138,8 @@ class _Reduced(torch.autograd.Function):
         ctx.rescale = torch.ldexp(torch.full_like(scale, 1 / boost), exponent)
         kernel_scale = mantissa * boost
 
-        def compute(logits: list[Tensor], part: slice, g: Tensor | None) -> None:
-            objective.forward(logits, part, g, kernel_scale)
+        def compute(piece: Piece) -> None:
+            objective.forward(piece, kernel_scale)
 
         objective.prepare(rows, wide_dtype(tensors[0].dtype))
         stream(heads, rows, compute, gradients, logits_bytes, objective.in_place)
@@ -153,8 +179,8 @@ class _PerRow(torch.autograd.Function):
         gradients = Gradients(heads[0], rows, needs) if ctx.at_once else None
         boost = tensors[0].new_full((), _boost(tensors[0].dtype), dtype=torch.float32)
 
-        def compute(logits: list[Tensor], part: slice, g: Tensor | None) -> None:
-            objective.forward(logits, part, g, boost)
+        def compute(piece: Piece) -> None:
+            objective.forward(piece, boost)
 
         objective.prepare(rows, wide_dtype(tensors[0].dtype))
         stream(heads, rows, compute, gradients, logits_bytes, objective.in_place)
@@ -205,9 +231,8 @@ def _computed_again(
     d_rows = [None if d is None else d * (boost / power) for d in weights]
     gradients = Gradients(heads[0], rows, ctx.needs)
 
-    def compute(logits: list[Tensor], part: slice, g: Tensor | None) -> None:
-        assert g is not None
-        objective.backward(logits, part, g, [None if d is None else d[part] for d in d_rows])
+    def compute(piece: Piece) -> None:
+        objective.backward(piece, [None if d is None else d[piece.part] for d in d_rows])
 
     stream(heads, rows, compute, gradients, ctx.logits_bytes, objective.in_place)
     dtypes = [None if x is None else x.dtype for x in heads[0]]
@@ -353,6 +378,23 @@ def check_positive(**values: float | None) -> None:
             raise ValueError(f"{name} must be positive, got {value}")
 
 
+def check_reduction(reduction: str) -> None:
+    """Raises ValueError for an unknown reduction."""
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+
+
+def check_between(what: str, value: float, interval: str) -> None:
+    """Raises ValueError unless the number lies in an interval in the notation of mathematics:
+    `[0, 0.5)` holds 0 and does not hold 0.5."""
+    check_number(**{what: value})
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    above = value >= low if interval[0] == "[" else value > low
+    below = value <= high if interval[-1] == "]" else value < high
+    if not (above and below):
+        raise ValueError(f"{what} must be in {interval}, got {value}")
+
+
 def check_class_weight(
     name: str,
     class_weight: Tensor | None,
@@ -429,8 +471,8 @@ def refuse_others(function: str, others: Mapping[str, Any]) -> None:
             raise ValueError(f"{function} has no {name}: {_INSTEAD[name]}; leave it out")
 
 
-def logits_budget(logits_bytes: int | None, weight: Tensor, trained: bool) -> int:
+def logits_budget(logits_bytes: int | None, weight: Tensor) -> int:
     """Returns the bytes of logits to hold at a time: as given, else `default_logits_bytes`."""
     check_positive(logits_bytes=logits_bytes)
     vocab, hidden_size = weight.shape
-    return logits_bytes or default_logits_bytes(vocab, hidden_size, trained)
+    return logits_bytes or default_logits_bytes(vocab, hidden_size, weight.requires_grad)

@@ -16,6 +16,7 @@ Liger-Kernel's do, hold all logits of a pair at once: two rows of 131072 tokens 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -55,24 +56,28 @@ class KTOOutput(NamedTuple):
     """Log-probabilities of the answers, summed over their tokens."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class LinearAnswers(nn.Module):
     """The base class of the loss modules: it holds the options of the head and sums
     log-probabilities over each answer.
 
-    The module has no parameters: lm_head's weight is an argument of forward.
+    A module is a dataclass: its fields are the options of the head and those of its loss, whose
+    class it names as its second base. It has no parameters: lm_head's weight is an argument of
+    forward.
     """
 
-    def __init__(
-        self, options: Any, temperature: float, softcap: float | None, logits_bytes: int | None
-    ) -> None:
-        super().__init__()
-        check_positive(temperature=temperature, softcap=softcap, logits_bytes=logits_bytes)
-        self.options = options
-        self.head_options: dict[str, Any] = {
-            "temperature": temperature,
-            "softcap": softcap,
-            "logits_bytes": logits_bytes,
-        }
+    temperature: float = 1.0
+    softcap: float | None = None
+    logits_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        nn.Module.__init__(self)
+        super().__post_init__()  # type: ignore[misc]  # checks the options of the loss
+        check_positive(**self._head_options)
+
+    @property
+    def _head_options(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(LinearAnswers)}
 
     def token_log_probs(
         self,
@@ -85,7 +90,7 @@ class LinearAnswers(nn.Module):
         if hidden.dim() != 3:
             raise ValueError(f"hidden must have shape (rows, S, D), got {tuple(hidden.shape)}")
         found = linear_log_probs(
-            hidden, weight, labels, bias=bias, outputs=("log_probs",), **self.head_options
+            hidden, weight, labels, bias=bias, outputs=("log_probs",), **self._head_options
         ).log_probs
         assert found is not None
         return found
@@ -119,11 +124,8 @@ class LinearAnswers(nn.Module):
             return self.token_log_probs(hidden, weight, labels, bias).sum(-1)
 
     def extra_repr(self) -> str:
-        fields = [f for f in dataclasses.fields(self.options) if f.repr]
-        shown = {f.name: getattr(self.options, f.name) for f in fields}
-        changed = {f.name: shown[f.name] for f in fields if shown[f.name] != f.default}
-        usual = {"temperature": 1.0, "softcap": None, "logits_bytes": None}
-        changed |= {k: v for k, v in self.head_options.items() if v != usual[k]}
+        options = {f.name: f.default for f in dataclasses.fields(self) if f.repr}
+        changed = {k: getattr(self, k) for k, usual in options.items() if getattr(self, k) != usual}
         return ", ".join(f"{name}={value!r}" for name, value in changed.items())
 
 

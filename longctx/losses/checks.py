@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.head.stream import check_number, check_positive
+from longctx.head.stream import check_between, check_number, check_positive
 
 __all__ = ["check_between", "check_name", "check_number", "check_positive", "widened"]
 
@@ -22,17 +22,6 @@ def check_name(what: str, name: Any, allowed: Iterable[str]) -> None:
     close = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) else []
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise ValueError(f"{what} must be one of {', '.join(names)}, got {name!r}{hint}")
-
-
-def check_between(what: str, value: float, interval: str) -> None:
-    """Raises ValueError unless the number lies in an interval in the notation of mathematics:
-    `[0, 0.5)` holds 0 and does not hold 0.5."""
-    check_number(**{what: value})
-    low, high = (float(end) for end in interval[1:-1].split(","))
-    above = value >= low if interval[0] == "[" else value > low
-    below = value <= high if interval[-1] == "]" else value < high
-    if not (above and below):
-        raise ValueError(f"{what} must be in {interval}, got {value}")
 
 
 def widened(**tensors: Tensor | None) -> list[Any]:

@@ -24,7 +24,7 @@ from longctx.losses.checks import check_name, check_number, check_positive, wide
 KTO_TYPES = ("kto", "apo_zero_unpaired")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class KTOOptions:
     """The options of KTO's loss, with TRL's names. Raises ValueError for a value that cannot be."""
 

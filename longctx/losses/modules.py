@@ -18,7 +18,7 @@ if the head trains, else 4 V D forward; and 2 V E for reference states with E fe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -43,35 +43,11 @@ from longctx.losses.without_reference import (
 )
 
 
-class LinearDPOLoss(LinearAnswers):
+@dataclass(eq=False, repr=False, kw_only=True)
+class LinearDPOLoss(LinearAnswers, DPOOptions):
     """The mean of `dpo_loss` over pairs of answers, from hidden states. Options are those of
     `dpo_loss`, and `temperature`, `softcap` and `logits_bytes` those of `linear_log_probs`.
     `chosen_rewards` are beta (log pi - log pi_ref)."""
-
-    def __init__(
-        self,
-        *,
-        loss_type: str | Sequence[str] = "sigmoid",
-        loss_weights: Sequence[float] | None = None,
-        beta: float = 0.1,
-        label_smoothing: float = 0.0,
-        f_divergence_type: str = "reverse_kl",
-        f_alpha_divergence_coef: float = 0.5,
-        discopop_tau: float = 0.05,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        logits_bytes: int | None = None,
-    ) -> None:
-        options = DPOOptions(
-            loss_type=loss_type,
-            loss_weights=loss_weights,
-            beta=beta,
-            label_smoothing=label_smoothing,
-            f_divergence_type=f_divergence_type,
-            f_alpha_divergence_coef=f_alpha_divergence_coef,
-            discopop_tau=discopop_tau,
-        )
-        super().__init__(options, temperature, softcap, logits_bytes)
 
     def forward(
         self,
@@ -92,29 +68,20 @@ class LinearDPOLoss(LinearAnswers):
         policy, ref, tokens = halves(
             labels=log_probs, reference=reference, tokens=count_tokens(labels)
         )
-        pairs = make_pairs(*policy, *ref, *tokens, self.options)
+        pairs = make_pairs(*policy, *ref, *tokens, self)
         return PreferenceOutput(
-            pair_losses(pairs, self.options).mean(),
-            self.options.beta * pairs.chosen_ratios.detach(),
-            self.options.beta * pairs.rejected_ratios.detach(),
+            pair_losses(pairs, self).mean(),
+            self.beta * pairs.chosen_ratios.detach(),
+            self.beta * pairs.rejected_ratios.detach(),
             pairs.chosen.detach(),
             pairs.rejected.detach(),
         )
 
 
-class LinearORPOLoss(LinearAnswers):
+@dataclass(eq=False, repr=False, kw_only=True)
+class LinearORPOLoss(LinearAnswers, ORPOOptions):
     """The mean of `orpo_loss` over pairs of answers, from hidden states. `chosen_rewards` are beta
     times the mean log-probabilities of tokens."""
-
-    def __init__(
-        self,
-        *,
-        beta: float = 0.1,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        logits_bytes: int | None = None,
-    ) -> None:
-        super().__init__(ORPOOptions(beta=beta), temperature, softcap, logits_bytes)
 
     def forward(
         self,
@@ -145,7 +112,7 @@ class LinearORPOLoss(LinearAnswers):
         chosen = at_chosen.masked_fill(mine == IGNORE_INDEX, 0).sum(-1)
         rejected = at_rejected.sum(-1)
         n_chosen, n_rejected = count_tokens(mine), count_tokens(other)
-        beta = self.options.beta
+        beta = self.beta
         losses = orpo_loss(
             chosen, rejected, nll, chosen_tokens=n_chosen, rejected_tokens=n_rejected, beta=beta
         )
@@ -158,34 +125,12 @@ class LinearORPOLoss(LinearAnswers):
         )
 
 
-class LinearCPOLoss(LinearAnswers):
+@dataclass(eq=False, repr=False, kw_only=True)
+class LinearCPOLoss(LinearAnswers, CPOOptions):
     """The mean of `cpo_loss` over pairs of answers, from hidden states. Options are those of
     `cpo_loss`. The cross-entropy is the mean over the chosen answers' tokens in the batch, as in
     TRL. `chosen_rewards` are beta times log-probabilities, for ipo and simpo their means over
     tokens, transformed by `alpha`."""
-
-    def __init__(
-        self,
-        *,
-        loss_type: str = "sigmoid",
-        beta: float = 0.1,
-        label_smoothing: float = 0.0,
-        cpo_alpha: float = 1.0,
-        simpo_gamma: float = 0.5,
-        alpha: float = 0.0,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        logits_bytes: int | None = None,
-    ) -> None:
-        options = CPOOptions(
-            loss_type=loss_type,
-            beta=beta,
-            label_smoothing=label_smoothing,
-            cpo_alpha=cpo_alpha,
-            simpo_gamma=simpo_gamma,
-            alpha=alpha,
-        )
-        super().__init__(options, temperature, softcap, logits_bytes)
 
     def forward(
         self,
@@ -201,66 +146,29 @@ class LinearCPOLoss(LinearAnswers):
             labels=log_probs, tokens=count_tokens(labels)
         )
         nll = -chosen.sum() / n_chosen.sum().clamp(min=1)
-        good = self.options.rewards(chosen, n_chosen)
-        bad = self.options.rewards(rejected, n_rejected)
+        good = self.rewards(chosen, n_chosen)
+        bad = self.rewards(rejected, n_rejected)
         return PreferenceOutput(
-            reward_losses(good, bad, nll, self.options).mean(),
-            self.options.beta * good.detach(),
-            self.options.beta * bad.detach(),
+            reward_losses(good, bad, nll, self).mean(),
+            self.beta * good.detach(),
+            self.beta * bad.detach(),
             chosen.detach(),
             rejected.detach(),
         )
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class LinearSimPOLoss(LinearCPOLoss):
     """The mean of `simpo_loss` over pairs of answers, from hidden states: `LinearCPOLoss` with
     loss_type="simpo" and cpo_alpha=0. The other options are those of `simpo_loss`."""
 
-    def __init__(
-        self,
-        *,
-        beta: float = 0.1,
-        simpo_gamma: float = 0.5,
-        label_smoothing: float = 0.0,
-        alpha: float = 0.0,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        logits_bytes: int | None = None,
-    ) -> None:
-        super().__init__(
-            loss_type="simpo",
-            beta=beta,
-            label_smoothing=label_smoothing,
-            cpo_alpha=0.0,
-            simpo_gamma=simpo_gamma,
-            alpha=alpha,
-            temperature=temperature,
-            softcap=softcap,
-            logits_bytes=logits_bytes,
-        )
+    loss_type: str = field(init=False, default="simpo")
+    cpo_alpha: float = field(init=False, default=0.0)
 
 
-class LinearKTOLoss(LinearAnswers):
+@dataclass(eq=False, repr=False, kw_only=True)
+class LinearKTOLoss(LinearAnswers, KTOOptions):
     """The mean of `kto_loss` over answers, from hidden states. Options are those of `kto_loss`."""
-
-    def __init__(
-        self,
-        *,
-        loss_type: str = "kto",
-        beta: float = 0.1,
-        desirable_weight: float = 1.0,
-        undesirable_weight: float = 1.0,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        logits_bytes: int | None = None,
-    ) -> None:
-        options = KTOOptions(
-            loss_type=loss_type,
-            beta=beta,
-            desirable_weight=desirable_weight,
-            undesirable_weight=undesirable_weight,
-        )
-        super().__init__(options, temperature, softcap, logits_bytes)
 
     def forward(
         self,
@@ -280,6 +188,6 @@ class LinearKTOLoss(LinearAnswers):
         `ref_log_probs`, or as `ref_hidden` and `ref_weight`, and gets no gradient."""
         reference = self.reference(labels, ref_log_probs, ref_hidden, ref_weight, ref_bias)
         log_probs = self.token_log_probs(hidden, weight, labels, bias).sum(-1)
-        losses = answer_losses(log_probs, reference, desirable, kl, self.options)
-        rewards = self.options.beta * (log_probs.detach() - reference)
+        losses = answer_losses(log_probs, reference, desirable, kl, self)
+        rewards = self.beta * (log_probs.detach() - reference)
         return KTOOutput(losses.mean(), rewards, log_probs.detach())

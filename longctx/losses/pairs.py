@@ -50,7 +50,7 @@ DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class PairOptions:
     """The options that losses of pairs read, with TRL's names."""
 

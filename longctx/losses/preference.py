@@ -21,7 +21,7 @@ from longctx.losses.loss_types import LOSS_TYPES
 from longctx.losses.pairs import PairOptions, Pairs, make_pairs
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class DPOOptions(PairOptions):
     """Loss types, their weights, and what they read; checked when it is made."""
 
@@ -55,7 +55,7 @@ class DPOOptions(PairOptions):
             )
         for weight in weights:
             check_number(loss_weights=weight)
-        object.__setattr__(self, "weighted", tuple(zip(names, weights, strict=True)))
+        self.weighted = tuple(zip(names, weights, strict=True))
 
 
 def pair_losses(pairs: Pairs, options: DPOOptions) -> Tensor:  # (pairs,)

@@ -32,7 +32,7 @@ from longctx.losses.pairs import MOST_EXPONENT
 # --- ORPO ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class ORPOOptions:
     """The option of ORPO's loss, with TRL's name. Raises ValueError for a value that cannot be."""
 
@@ -82,7 +82,7 @@ def log_odds(x: Tensor) -> Tensor:
 # --- CPO and SimPO ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class CPOOptions:
     """The options of CPO's and SimPO's losses, with TRL's names. Raises ValueError for a value that
     cannot be."""
@@ -102,8 +102,8 @@ class CPOOptions:
 
     def __post_init__(self) -> None:
         if self.loss_type == "alphapo":
-            object.__setattr__(self, "loss_type", "simpo")
-            object.__setattr__(self, "cpo_alpha", 0.0)
+            self.loss_type = "simpo"
+            self.cpo_alpha = 0.0
         check_name("loss_type", self.loss_type, [*CPO_TYPES, "alphapo"])
         check_positive(beta=self.beta)
         check_between("label_smoothing", self.label_smoothing, "[0, 1]")

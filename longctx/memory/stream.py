@@ -360,16 +360,9 @@ def _adamw(
 ) -> None:
     """Updates a piece of the block's i-th parameter; `states` and `grad` are on the GPU."""
     exp_avg, exp_avg_sq, *remainder = states
-    adamw_(
-        block.weight_at(i, piece),
-        remainder[0] if remainder else None,
-        exp_avg,
-        exp_avg_sq,
-        grad,
-        scale=step.scale,
-        checksums=block.checksums_at(i, piece),
-        **step.options._asdict(),
-    )
+    weight, low = block.weight_at(i, piece), remainder[0] if remainder else None
+    given = weight, low, exp_avg, exp_avg_sq, grad, step.options
+    adamw_(*given, scale=step.scale, checksums=block.checksums_at(i, piece))
 
 
 class Hook:

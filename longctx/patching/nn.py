@@ -25,12 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from longctx.constants import IGNORE_INDEX
-from longctx.head.distillation import Reduction, linear_jsd
+from longctx.head.distillation import linear_jsd
 from longctx.head.log_probs import OUTPUTS, TokenLogProbs, linear_log_probs
-from longctx.head.logits_loss import Reduction as LogitsReduction
 from longctx.head.logits_loss import cross_entropy
 from longctx.head.loss import linear_cross_entropy
-from longctx.head.stream import ignoring, refuse_others
+from longctx.head.stream import Reduction, ignoring, refuse_others
 from longctx.kernels.launch import check_eps, check_shape
 from longctx.kernels.norm import layer_norm, rms_norm
 from longctx.kernels.rope import rope
@@ -217,7 +216,7 @@ class CrossEntropyLoss(nn.Module):
         self,
         weight: Tensor | None = None,
         ignore_index: int = IGNORE_INDEX,
-        reduction: LogitsReduction = "mean",
+        reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         *,
         softcap: float | None = None,
@@ -311,7 +310,7 @@ class LinearCrossEntropyLoss(nn.Module):
         device: Any = None,
         dtype: Any = None,
         ignore_index: int = IGNORE_INDEX,
-        reduction: LogitsReduction = "mean",
+        reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         softcap: float | None = None,
         lse_square_scale: float = 0.0,

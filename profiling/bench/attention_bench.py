@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from longctx.attention.backends import BACKENDS, choose_attention
 from longctx.attention.documents import Documents
-from longctx.attention.protocol import QKV
+from longctx.attention.protocol import QKV, AttentionCall
 from longctx.errors import UserError
 from longctx.train.plan.measure import seconds_of
 from profiling.results import results_file, write_results
@@ -73,9 +73,10 @@ def measured(
 
     qkv, do = QKV(numbers(heads), numbers(kv_heads), numbers(kv_heads)), numbers(heads)
     o, lse = torch.empty_like(do), torch.empty(heads, tokens, device=device)
-    call = (qkv, Documents.of([tokens], device=device), head_dim**-0.5, o, lse, window)
-    forward_s = seconds_of(lambda: attention.forward(*call), SETTLED_S)
-    backward_s = seconds_of(lambda: attention.backward(do, *call), SETTLED_S)
+    documents = Documents.of([tokens], device=device)
+    call = AttentionCall(qkv, documents, head_dim**-0.5, o, lse, window)
+    forward_s = seconds_of(lambda: attention.forward(call), SETTLED_S)
+    backward_s = seconds_of(lambda: attention.backward(do, call), SETTLED_S)
     pairs = tokens**2 / 2 if window is None else window * (tokens - window / 2)
     flops = 4 * pairs * heads * head_dim
     return {

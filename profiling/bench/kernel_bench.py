@@ -54,7 +54,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from longctx.constants import GIB
 from longctx.head.logits_loss import cross_entropy
 from longctx.head.loss import linear_cross_entropy, linear_cross_entropy_reference
-from longctx.kernels.adamw import adamw_, split_master, weight_checksums
+from longctx.kernels.adamw import Options, adamw_, split_master, weight_checksums
 from longctx.kernels.cross_entropy import cross_entropy_forward
 from longctx.kernels.norm import layer_norm, norm_reference, rms_norm
 from longctx.kernels.rope import rope, rope_reference
@@ -386,7 +386,8 @@ def adamw_rows(copy: float, rep_ms: int) -> list[dict[str, Any]]:
         moments = (torch.zeros_like(master) for _ in "mv")
         state = [weight, remainder, *moments, grad.bfloat16()]
         more = {"scale": torch.ones((), device="cuda"), "checksums": weight_checksums(weight)}
-        return lambda: adamw_(*state, beta1=0.9, beta2=0.999, step=10, **more, **hyper)
+        options = Options(beta1=0.9, beta2=0.999, step=10, **hyper)
+        return lambda: adamw_(*state, options, **more)
 
     def torch_fused() -> Callable[[], None]:
         parameter = master.clone().requires_grad_()

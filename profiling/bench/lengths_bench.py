@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
-from longctx.attention.protocol import QKV, Attention
+from longctx.attention.protocol import QKV, Attention, AttentionCall
 from longctx.constants import GIB
 from profiling.bench.runner import Benchmark, Case, Row, main, rounded
 
@@ -98,10 +98,10 @@ def outputs(
     qkv, do = given
     length, heads, size = qkv.q.shape
     o, lse = torch.empty_like(do), torch.empty(heads, length, device="cuda")
-    call = (qkv, Documents.of([length], device="cuda"), size**-0.5, o, lse)
-    attention.forward(*call)
+    call = AttentionCall(qkv, Documents.of([length], device="cuda"), size**-0.5, o, lse)
+    attention.forward(call)
     kept = o.clone()  # backward may write over it
-    return kept, attention.backward(do, *call).q
+    return kept, attention.backward(do, call).q
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:

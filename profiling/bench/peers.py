@@ -40,7 +40,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
-from longctx.attention.protocol import QKV
+from longctx.attention.protocol import QKV, AttentionCall
 from longctx.families.adapters import inside_peft
 
 OURS = ("custom", "any")
@@ -144,7 +144,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     documents, attention = _on_cpu(q, bounds)
     o, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
-    attention.forward(QKV(q, k, v), documents, scale, o, lse, window)
+    attention.forward(AttentionCall(QKV(q, k, v), documents, scale, o, lse, window))
     return o, lse
 
 
@@ -162,7 +162,8 @@ def _(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     documents, attention = _on_cpu(q, bounds)
-    return tuple(attention.backward(do, QKV(q, k, v), documents, scale, o, lse, window))
+    call = AttentionCall(QKV(q, k, v), documents, scale, o, lse, window)
+    return tuple(attention.backward(do, call))
 
 
 def _on_cpu(q: Tensor, bounds: Tensor) -> tuple[Documents, Any]:

@@ -15,7 +15,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 from exactness import DEVICE, assert_exact
 from longctx.attention.backends import Efficient, choose_attention
 from longctx.attention.documents import Documents
-from longctx.attention.protocol import QKV, Attention
+from longctx.attention.protocol import QKV, Attention, AttentionCall
 from longctx.errors import UserError
 from longctx.layer.passes import Schedule
 from longctx.layer.specs.attention_spec import AttentionSpec
@@ -112,11 +112,12 @@ def check(
     wide = torch.full((T, 2 * H, d), torch.nan, device=DEVICE, dtype=dtype)
     o = wide[:, :H]  # a slice of a wider buffer, as a head group writes it
     lse = torch.full((H, T), torch.nan, device=DEVICE)
-    attention.forward(QKV(q, k, v), documents, d**-0.5, o, lse)
+    call = AttentionCall(QKV(q, k, v), documents, d**-0.5, o, lse)
+    attention.forward(call)
     given = o.clone()
     dkv = torch.full((T, 2 * K, d), torch.nan, device=DEVICE, dtype=dtype)
     out = QKV(o, *dkv.split(K, dim=1))  # as the layer has them: dq in o's place
-    grads = attention.backward(do, QKV(q, k, v), documents, d**-0.5, o, lse, out=out)
+    grads = attention.backward(do, call, out)
     assert all(x is y for x, y in zip(grads, out, strict=True))
     assert wide[:, H:].isnan().all()
     for label, ours, plainly, true in zip(
@@ -148,8 +149,9 @@ def test_windows(name, dtype, H, K, d, lengths, window) -> None:
     naive = plain(q, k, v, do, lengths, window)
     documents = Documents.of(lengths, device=DEVICE)
     o, lse = torch.empty_like(do), torch.full((H, T), torch.nan, device=DEVICE)
-    attention.forward(QKV(q, k, v), documents, d**-0.5, o, lse, window)
-    grads = attention.backward(do, QKV(q, k, v), documents, d**-0.5, o, lse, window)
+    call = AttentionCall(QKV(q, k, v), documents, d**-0.5, o, lse, window)
+    attention.forward(call)
+    grads = attention.backward(do, call)
     for label, ours, plainly, true in zip(
         "o dq dk dv".split(), (o, *grads), naive, truth, strict=True
     ):
@@ -175,8 +177,9 @@ def test_capped_scores(name, dtype, H, K, d, lengths, window) -> None:
         truth = eager(*(x.double() for x in (q, k, v, do)), lengths, window, cap)
         naive = eager(q, k, v, do, lengths, window, cap)
         o, lse = torch.empty_like(do), torch.full((H, T), torch.nan, device=DEVICE)
-        attention.forward(QKV(q, k, v), documents, d**-0.5, o, lse, window)
-        grads = attention.backward(do, QKV(q, k, v), documents, d**-0.5, o, lse, window)
+        call = AttentionCall(QKV(q, k, v), documents, d**-0.5, o, lse, window)
+        attention.forward(call)
+        grads = attention.backward(do, call)
         for label, ours, plainly, true in zip(
             "o dq dk dv".split(), (o, *grads), naive, truth, strict=True
         ):

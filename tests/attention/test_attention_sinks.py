@@ -16,7 +16,7 @@ from longctx.attention.backends import FlashAttention4, Math, PerDocument
 from longctx.attention.cross import cross_of
 from longctx.attention.documents import Documents
 from longctx.attention.prefixes import Prefixed
-from longctx.attention.protocol import QKV, Attention, take_turns
+from longctx.attention.protocol import QKV, Attention, AttentionCall, take_turns
 from longctx.attention.sinks import Sinks, add_grad_, merge_sinks_
 from longctx.kernels.sinks import sinks_grad
 
@@ -63,10 +63,10 @@ def run(
     q, k, v, sinks, do = tensors
     o, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q), device=DEVICE)
     given = Sinks(sinks, torch.zeros(len(sinks), device=DEVICE))
-    call = (QKV(q, k, v), documents, q.shape[-1] ** -0.5, o, lse, window, given)
-    take_turns([attention.forward_in_turns(*call)])
+    call = AttentionCall(QKV(q, k, v), documents, q.shape[-1] ** -0.5, o, lse, window, given)
+    take_turns([attention.forward_in_turns(call)])
     made, out = o.clone(), QKV(o, *map(torch.empty_like, (k, v)))
-    take_turns([attention.backward_in_turns(do, *call, out=out)])
+    take_turns([attention.backward_in_turns(do, call, out)])
     return [made, *out, given.grad]
 
 
@@ -103,13 +103,13 @@ def test_frozen_sinks_have_no_gradient() -> None:
     assert sinks.grad is None and o.unique().tolist() == [0.5]
 
 
-def call_of(dtype: torch.dtype, seed: int = 0) -> tuple:
-    """The arguments of a forward with sinks, over documents, and do."""
+def call_of(dtype: torch.dtype, seed: int = 0) -> tuple[AttentionCall, Tensor]:
+    """A call with sinks, over documents, and do."""
     q, k, v, logits, do = draw(48, dtype, seed)
     o, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q), device=DEVICE)
     sinks = Sinks(logits, torch.zeros(len(logits), device=DEVICE))
     documents = Documents.of([33, 1, 14], device=DEVICE)
-    return (QKV(q, k, v), documents, q.shape[-1] ** -0.5, o, lse, None, sinks), do
+    return AttentionCall(QKV(q, k, v), documents, q.shape[-1] ** -0.5, o, lse, None, sinks), do
 
 
 def test_plain_torch_rounds_o_once() -> None:
@@ -117,15 +117,15 @@ def test_plain_torch_rounds_o_once() -> None:
     once more."""
     attention = Math()
     (call, _), (wide, _) = call_of(torch.bfloat16), call_of(torch.bfloat16)
-    wide = (QKV(*(x.float() for x in wide[0])), *wide[1:3], wide[3].float(), *wide[4:])
-    attention.forward(*call)
-    attention.forward(*wide)
-    once = call[3].clone()
-    assert torch.equal(once, wide[3].bfloat16()) and torch.equal(call[4], wide[4])
-    PerDocument.forward(attention, *call)
-    errors = [float((x.float() - wide[3]).norm()) for x in (once, call[3])]
+    wide = wide._replace(qkv=QKV(*(x.float() for x in wide.qkv)), o=wide.o.float())
+    attention.forward(call)
+    attention.forward(wide)
+    once = call.o.clone()
+    assert torch.equal(once, wide.o.bfloat16()) and torch.equal(call.lse, wide.lse)
+    PerDocument.forward(attention, call)
+    errors = [float((x.float() - wide.o).norm()) for x in (once, call.o)]
     assert 1.1 * errors[0] < errors[1]
-    torch.testing.assert_close(call[4], wide[4])
+    torch.testing.assert_close(call.lse, wide.lse)
 
 
 class Package:
@@ -140,14 +140,14 @@ class Package:
         self.asked.append(learnable_sink)
         sinks = None if self.asked[-1] is None else Sinks(self.asked[-1])
         given = QKV(*qkv), self._documents(cu_seqlens_q), softmax_scale, out, lse, None, sinks
-        Math().forward(*given)
+        Math().forward(AttentionCall(*given))
 
     def backward(
         self, q, k, v, o, do, lse, *, softmax_scale, cu_seqlens_q, learnable_sink=None, **options
     ):
         self.asked.append(learnable_sink)
         given = self._documents(cu_seqlens_q), softmax_scale, o, lse
-        grads = Math().backward(do, QKV(q, k, v), *given)
+        grads = Math().backward(do, AttentionCall(QKV(q, k, v), *given))
         if self.asked[-1] is not None:
             found = sinks_grad(do, o, lse, self.asked[-1])
             return *grads, found.to(self.asked[-1].dtype)
@@ -171,10 +171,10 @@ def test_flash_attention_4_has_sinks_in_its_softmax(inside, frozen, monkeypatch)
     for attention in (FlashAttention4(), Math()):
         call, do = call_of(torch.float32)
         if frozen:
-            call = (*call[:-1], Sinks(call[-1].logits))
-        attention.forward(*call)
-        grads = attention.backward(do, *call)
-        found.append([call[3], call[4], *grads, *([] if frozen else [call[-1].grad])])
+            call = call._replace(sinks=Sinks(call.sinks.logits))
+        attention.forward(call)
+        grads = attention.backward(do, call)
+        found.append([call.o, call.lse, *grads, *([] if frozen else [call.sinks.grad])])
     for ours, wanted in zip(*found, strict=True):
         torch.testing.assert_close(ours, wanted)
     forward, backward = package.asked

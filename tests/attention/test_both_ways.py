@@ -11,7 +11,7 @@ from longctx.attention import images
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
 from longctx.attention.images import BothWays, turned, with_images
-from longctx.attention.protocol import QKV
+from longctx.attention.protocol import QKV, AttentionCall
 
 LENGTHS = (13, 20, 4)
 SEEN = [*range(3, 9), *range(10, 11), *range(15, 24), *range(28, 37)]
@@ -68,9 +68,10 @@ def test_as_a_dense_mask(window, softcap, in_place, piece, monkeypatch) -> None:
     assert len(both.turned) == {1: 4, 14: 3}.get(piece, 1)
     qkv = QKV(*(x.detach() for x in qkv))
     o, lse = torch.empty_like(qkv.q), torch.empty(4, T, **of)
-    both.forward(qkv, found, 0.3, o, lse, window)
+    call = AttentionCall(qkv, found, 0.3, o, lse, window)
+    both.forward(call)
     torch.testing.assert_close(o, expected.detach(), rtol=1e-12, atol=1e-12)
     out = QKV(o, torch.empty_like(qkv.k), torch.empty_like(qkv.v)) if in_place else None
-    ours = both.backward(do, qkv, found, 0.3, o, lse, window, out=out)
+    ours = both.backward(do, call, out)
     for grad, theirs in zip(ours, grads, strict=True):
         torch.testing.assert_close(grad, theirs, rtol=1e-11, atol=1e-12)

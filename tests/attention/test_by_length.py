@@ -11,7 +11,7 @@ from exactness import DEVICE, assert_exact
 from longctx.attention.backends import Cudnn, Flash, FlashOnCpu, Math
 from longctx.attention.by_length import ByLength
 from longctx.attention.documents import Documents
-from longctx.attention.protocol import QKV, Attention
+from longctx.attention.protocol import QKV, Attention, AttentionCall
 
 LENGTHS = [
     [3, 2, 40, 41, 1, 39, 64],  # runs of both, of one and of more documents
@@ -29,10 +29,11 @@ def outputs(
     documents = Documents.of(lengths, device=do.device)
     sums = torch.float64 if do.dtype == torch.float64 else torch.float32
     o, lse = (torch.full_like(x, torch.nan) for x in (do, do.new_empty(H, T, dtype=sums)))
-    attention.forward(qkv, documents, d**-0.5, o, lse)
+    call = AttentionCall(qkv, documents, d**-0.5, o, lse)
+    attention.forward(call)
     kept = o.clone()
     out = QKV(o, *(torch.full_like(x, torch.nan) for x in qkv[1:])) if in_place else None
-    grads = attention.backward(do, qkv, documents, d**-0.5, o, lse, out=out)
+    grads = attention.backward(do, call, out)
     assert out is None or all(x is y for x, y in zip(grads, out, strict=True))
     return [kept, lse, *grads]
 
@@ -62,11 +63,12 @@ class Watched(Math):
         super().__init__()
         self.seen: list[int] = []
 
-    def forward(self, qkv, documents, scale, o, lse, window=None) -> None:
+    def forward(self, call: AttentionCall) -> None:
+        documents = call.documents
         self.seen += documents.lengths
         assert documents.cu_seqlens.diff().tolist() == list(documents.lengths)
-        assert documents.cu_seqlens[0] == 0 and len(qkv.q) == sum(documents.lengths)
-        super().forward(qkv, documents, scale, o, lse, window)
+        assert documents.cu_seqlens[0] == 0 and len(call.qkv.q) == sum(documents.lengths)
+        super().forward(call)
 
 
 def test_a_continuation_is_in_the_backend_of_a_document_with_as_many_scores() -> None:

@@ -4,6 +4,7 @@ torch's ops take their arguments by the ops' own schemas."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,20 +13,19 @@ import torch
 from test_prefixes import as_one_mask, as_rows, documents_of, draw, run
 from torch import Tensor
 
-from longctx.attention import cross, flash4
-from longctx.attention.backends import BACKENDS, Cudnn, Flash, FlashOnCpu, Math
-from longctx.attention.by_length import ByLength
-from longctx.attention.cross import (
-    CROSS,
-    Cross,
-    CrossCudnn,
-    CrossFlash,
-    CrossFlash4,
-    CrossFlashOnCpu,
-    CrossMath,
-    cross_of,
+from longctx.attention import backends, cross, flash4
+from longctx.attention.backends import (
+    BACKENDS,
+    Cudnn,
+    Flash,
+    FlashAttention4,
+    FlashOnCpu,
+    Math,
 )
+from longctx.attention.by_length import ByLength
+from longctx.attention.cross import CROSS, cross_of
 from longctx.attention.prefixes import Prefixed
+from longctx.attention.protocol import Attention
 from longctx.errors import UserError
 
 
@@ -162,29 +162,35 @@ def kernels(monkeypatch) -> None:
     monkeypatch.setattr(flash4, "load", lambda: interface)
     ops = SimpleNamespace(**{name: by_schema(name, function) for name, function in OPS.items()})
     monkeypatch.setattr(cross, "aten", ops)
+    monkeypatch.setattr(backends, "aten", ops)
 
 
 WINDOWS = [None, 2, 6, 8, 21, 29, 40]
 """Shorter than, as long as and longer than answers and prompts."""
 
 
-def by_length() -> Cross:
-    """Returns a second call that runs some of the tests' answers in cuDNN, and others in flash."""
-    return cross_of(ByLength(Flash(), Cudnn(), long_tokens=20))
+Backend = Callable[[], Attention]
+
+
+def by_length() -> ByLength:
+    """Its second call runs some of the tests' answers in cuDNN, and others in flash."""
+    return ByLength(Flash(), Cudnn(), long_tokens=20)
 
 
 @pytest.mark.parametrize(
     ("kind", "window"),
     [
-        *((kind, window) for kind in (CrossFlash4, CrossFlash) for window in WINDOWS),
-        *((CrossCudnn, window) for window in (None, 40)),
+        *((kind, window) for kind in (FlashAttention4, Flash) for window in WINDOWS),
+        *((Cudnn, window) for window in (None, 40)),
         *((by_length, window) for window in (None, 40)),
     ],
 )
-def test_kernels_get_and_give_what_they_should(kind: type[Cross], window, kernels) -> None:
+def test_kernels_get_and_give_what_they_should(
+    kind: Callable[[], Attention], window, kernels
+) -> None:
     documents = documents_of([(20, [9, 1, 8]), (7, [2, 20]), (1, [3]), (5, [])])
     tensors = draw(documents, 4, 2, 8, torch.float64)
-    found = run(Prefixed(Math(), kind()), tensors, documents, window)
+    found = run(Prefixed(Math(), cross_of(kind())), tensors, documents, window)
     for x, true in zip(found, as_one_mask(tensors, documents, window), strict=True):
         torch.testing.assert_close(x, true, rtol=1e-12, atol=1e-12)
 
@@ -192,15 +198,16 @@ def test_kernels_get_and_give_what_they_should(kind: type[Cross], window, kernel
 def test_cudnn_has_no_windows() -> None:
     documents = documents_of([(20, [9])])
     with pytest.raises(UserError, match="cudnn has no sliding windows"):
-        run(Prefixed(Math(), CrossCudnn()), draw(documents, 4, 2, 8, torch.float64), documents, 8)
+        tensors = draw(documents, 4, 2, 8, torch.float64)
+        run(Prefixed(Math(), cross_of(Cudnn())), tensors, documents, 8)
 
 
-@pytest.mark.parametrize("kind", [CrossFlash4, CrossFlashOnCpu, CrossMath])
-def test_scores_are_capped_where_the_backend_caps_them(kind: type[Cross], kernels) -> None:
+@pytest.mark.parametrize("kind", [FlashAttention4, FlashOnCpu, Math])
+def test_scores_are_capped_where_the_backend_caps_them(kind: type[Attention], kernels) -> None:
     documents = documents_of([(20, [9, 8])])
     tensors = draw(documents, 4, 2, 8, torch.float64)
     for window in (None, 6):
-        found = run(Prefixed(Math(0.7), kind(0.7)), tensors, documents, window)
+        found = run(Prefixed(Math(0.7), cross_of(kind(0.7))), tensors, documents, window)
         for x, true in zip(found, as_rows(tensors, documents, window, Math(0.7)), strict=True):
             torch.testing.assert_close(x, true, rtol=1e-12, atol=1e-12)
 

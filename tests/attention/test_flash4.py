@@ -19,7 +19,7 @@ from longctx.attention import flash4
 from longctx.attention.backends import Cudnn, Efficient, Flash, _print_once, choose_attention
 from longctx.attention.by_length import LONG, ByLength
 from longctx.attention.documents import Documents
-from longctx.attention.protocol import QKV
+from longctx.attention.protocol import QKV, AttentionCall
 from longctx.errors import UserError
 from longctx.kernels.compiling import Notice, announce_compiling
 from longctx.packages import pip_install
@@ -269,7 +269,7 @@ def test_geforce_blackwell_has_no_deterministic_backward(package, gpu, monkeypat
     attention = choose_attention("fa4", GPU, torch.bfloat16)[1]
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     with pytest.raises(UserError, match="no deterministic backward .*sm_120.*: use .* flash"):
-        attention.backward(torch.empty(0), None, None, 1.0, None, None)
+        attention.backward(torch.empty(0), None)
 
 
 def test_flash_attn_2_is_another_package(tmp_path: Path, monkeypatch) -> None:
@@ -404,8 +404,9 @@ def _main() -> None:
     qkv = QKV(q, *(torch.randn(200, 2, 128, **shape) for _ in range(2)))
     lse = torch.empty(8, 200, device="cuda")
     documents = Documents.of([70, 130], device=GPU)
-    attention.forward(qkv, documents, 128**-0.5, o, lse)
-    grads = attention.backward(do, qkv, documents, 128**-0.5, o, lse)
+    call = AttentionCall(qkv, documents, 128**-0.5, o, lse)
+    attention.forward(call)
+    grads = attention.backward(do, call)
     numbers = torch.cat([x.float().flatten() for x in (o, lse, *grads)]).cpu().numpy()
     print(hashlib.sha256(numbers.tobytes()).hexdigest())
 

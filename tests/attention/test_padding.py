@@ -11,7 +11,7 @@ from exactness import DEVICE, assert_exact
 from longctx.attention.backends import choose_attention
 from longctx.attention.cross import cross_of
 from longctx.attention.padding import Padded, Row, rows_of, sorted_rows
-from longctx.attention.protocol import QKV
+from longctx.attention.protocol import QKV, AttentionCall
 
 BACKENDS = [
     pytest.param("math", torch.float32),
@@ -72,10 +72,11 @@ def test_as_by_the_mask(name, dtype, case, window, blind) -> None:
     o = torch.full_like(do, torch.nan)
     lse = torch.full((H, T), torch.nan, device=DEVICE)
     given = None if window is None or window >= documents.longest else window
-    padded.forward(QKV(q, k, v), documents, d**-0.5, o, lse, given)
+    call = AttentionCall(QKV(q, k, v), documents, d**-0.5, o, lse, given)
+    padded.forward(call)
     found = [o.clone()]
     out = QKV(o, torch.full_like(k, torch.nan), torch.full_like(v, torch.nan))
-    found += padded.backward(do, QKV(q, k, v), documents, d**-0.5, o, lse, given, out=out)
+    found += padded.backward(do, call, out)
 
     truths = by_mask([x.double() for x in tensors], rows, window, blind)
     naives = by_mask(tensors, rows, window, blind)

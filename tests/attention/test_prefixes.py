@@ -12,10 +12,10 @@ from transformers import Qwen2Config
 
 from exactness import DEVICE, assert_exact, relative_error
 from longctx.attention.backends import Math, choose_attention
-from longctx.attention.cross import Cross, CrossMath, cross_of
+from longctx.attention.cross import Cross, CrossDocument, cross_of
 from longctx.attention.documents import Documents
 from longctx.attention.prefixes import Prefixed
-from longctx.attention.protocol import QKV, Attention
+from longctx.attention.protocol import QKV, Attention, AttentionCall
 from longctx.cost.flops import squared_length
 from longctx.errors import UserError
 from longctx.loop.metrics import attended
@@ -111,10 +111,11 @@ def run(
     o = torch.full_like(do, torch.nan)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.full((q.shape[1], len(q)), torch.nan, dtype=wide, device=q.device)
-    attention.forward(QKV(q, k, v), documents, scale, o, lse, window)
+    call = AttentionCall(QKV(q, k, v), documents, scale, o, lse, window)
+    attention.forward(call)
     given = o.clone()
     out = QKV(o, torch.full_like(k, torch.nan), torch.full_like(v, torch.nan))
-    return [given, *attention.backward(do, QKV(q, k, v), documents, scale, o, lse, window, out=out)]
+    return [given, *attention.backward(do, call, out)]
 
 
 def draw(documents: Documents, H: int, K: int, d: int, dtype: torch.dtype, seed=0) -> list[Tensor]:
@@ -249,7 +250,7 @@ def test_a_backend_without_a_second_call_is_refused_by_name() -> None:
         cross_of(Strange())
 
 
-class Rounding(CrossMath):
+class Rounding(CrossDocument):
     """Gives gradients in the inputs' dtype, as kernels for GPUs do."""
 
     def backward(self, do, qkv, scale, o, lse, window=None):
@@ -261,7 +262,7 @@ def test_gradients_of_many_answers_are_rounded_once() -> None:
     """With a window each answer has a launch, and a bf16 sum of sixteen would round each time."""
     documents = documents_of([(40, [30] * 16)])
     tensors = draw(documents, 4, 1, 16, torch.bfloat16)
-    found = run(Prefixed(Math(), Rounding()), tensors, documents, 25)
+    found = run(Prefixed(Math(), Rounding(Math())), tensors, documents, 25)
     truth = run(backend("math", torch.float64), [x.double() for x in tensors], documents, 25)
     for x, true in zip(found[2:], truth[2:], strict=True):
         # A rounding costs 2^-9 at most: of each answer's part, of the first call's, of the sum.

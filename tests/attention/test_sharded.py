@@ -17,7 +17,7 @@ from torch import Tensor
 from exactness import relative_error
 from longctx.attention.backends import Math
 from longctx.attention.documents import Documents
-from longctx.attention.protocol import QKV, Attention, take_turns
+from longctx.attention.protocol import QKV, Attention, AttentionCall, take_turns
 from longctx.attention.sharded import Sharded
 from longctx.attention.shards import Shards
 from longctx.attention.sinks import Sinks
@@ -41,8 +41,9 @@ def run(
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.empty(q.shape[1], len(q), dtype=wide)
     qkv = QKV(q, k, v)
-    attention.forward(qkv, documents, 0.3, o, lse, window)
-    grads = attention.backward(do, qkv, documents, 0.3, o, lse, window)
+    call = AttentionCall(qkv, documents, 0.3, o, lse, window)
+    attention.forward(call)
+    grads = attention.backward(do, call)
     return dict(zip(("o", "dq", "dk", "dv"), (o, *grads), strict=True))
 
 
@@ -86,10 +87,10 @@ def attended(attention: Attention, tensors: list[Tensor], documents: Documents) 
     q, k, v, do = tensors
     sinks = Sinks(torch.linspace(-1, 3, q.shape[1]), torch.zeros(q.shape[1]))
     o, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q))
-    rest = documents, 0.3, o, lse, None, sinks
-    take_turns([attention.forward_in_turns(QKV(q, k, v), *rest)])
+    call = AttentionCall(QKV(q, k, v), documents, 0.3, o, lse, None, sinks)
+    take_turns([attention.forward_in_turns(call)])
     out = QKV(*map(torch.empty_like, (q, k, v)))
-    take_turns([attention.backward_in_turns(do, QKV(q, k, v), *rest, out=out)])
+    take_turns([attention.backward_in_turns(do, call, out)])
     return [o, *out, sinks.grad]
 
 
@@ -145,9 +146,10 @@ def test_turns_begin_when_they_are_advanced() -> None:
 
     done: list[str] = []
     nothing = torch.empty(0)
-    qkv, rest = QKV(nothing, nothing, nothing), (None, 1.0, nothing, nothing)
-    forward = Said().forward_in_turns(qkv, *rest)
-    backward = Said().backward_in_turns(nothing, qkv, *rest, out=qkv)
+    qkv = QKV(nothing, nothing, nothing)
+    call = AttentionCall(qkv, Documents.of([]), 1.0, nothing, nothing)
+    forward = Said().forward_in_turns(call)
+    backward = Said().backward_in_turns(nothing, call, qkv)
     assert done == []
     take_turns([forward])
     take_turns([backward])

@@ -11,6 +11,7 @@ from torch import Tensor
 from exactness import DEVICE, relative_error
 from longctx.kernels.adamw import (
     CHECKED,
+    Options,
     adamw_,
     adamw_reference,
     join_master,
@@ -141,7 +142,7 @@ def test_one_step_of_torch(step, weight_decay, grad_dtype, clip):
     hyper = DEFAULTS | {"weight_decay": weight_decay, "step": step}
     scale = None if clip is None else torch.tensor(clip, device=DEVICE)
     p, m, v = (x.clone() for x in before[:3])
-    adamw_(p, None, m, v, before[3], **hyper, scale=scale)
+    adamw_(p, None, m, v, before[3], Options(**hyper), scale=scale)
     before[3] = before[3].float() if clip is None else before[3].float() * scale
     assert_a_step_of_torch(p, _torch_step(*before, **hyper)[0], before, **hyper)
 
@@ -152,7 +153,7 @@ def test_one_step_of_torch_fused(step):
     before = _state(300_007, step)
     hyper = DEFAULTS | {"step": step}
     p, m, v = (x.clone() for x in before[:3])
-    adamw_(p, None, m, v, before[3], **hyper)
+    adamw_(p, None, m, v, before[3], Options(**hyper))
     # Against fp64: at step 10 the fused kernel's bias corrections, in fp32, are off by 13 ulp.
     truth = _torch_step(*(x.double() for x in before), **hyper)[0]
     fused = _torch_step(*before, fused=True, **hyper)[0]
@@ -171,7 +172,7 @@ def test_100_steps_are_closer_to_fp64_than_those_of_torch():
     for step in range(1, 101):
         grad = ((mean + torch.randn(n)) * size).bfloat16().to(DEVICE)
         hyper = DEFAULTS | {"step": step}
-        adamw_(*ours, grad, **hyper)
+        adamw_(*ours, grad, Options(**hyper))
         torchs = list(_torch_step(*torchs, grad, **hyper))
         truth = list(_torch_step(*truth, grad, **hyper))
     ours = [join_master(*ours[:2]), *ours[2:]]
@@ -191,9 +192,9 @@ def test_kernel_and_reference_agree_bit_by_bit(n, grad_dtype):
     hyper = DEFAULTS | {"step": 10}
     before = [*split_master(before[0]), *before[1:]]
     ours, plain, cpu = ([x.clone().to(d) for x in before] for d in (DEVICE, DEVICE, "cpu"))
-    adamw_(*ours, **hyper, scale=scale)
-    adamw_reference(*plain, **hyper, scale=scale)
-    adamw_reference(*cpu, **hyper, scale=scale.cpu())
+    adamw_(*ours, Options(**hyper), scale=scale)
+    adamw_reference(*plain, Options(**hyper), scale=scale)
+    adamw_reference(*cpu, Options(**hyper), scale=scale.cpu())
     for our, other, third in zip(ours, plain, cpu, strict=True):
         assert torch.equal(our, other) and torch.equal(our.cpu(), third)
     assert torch.equal(ours[-1], before[-1])  # the gradient stays
@@ -203,8 +204,8 @@ def test_plain_torch_on_the_cpu(reference_kernels):
     """adamw_ without a GPU and without the interpreter."""
     before = [x.cpu() for x in _state(33, 10)]
     ours, plain = ([*split_master(before[0]), *(x.clone() for x in before[1:])] for _ in range(2))
-    adamw_(*ours, **DEFAULTS)
-    adamw_reference(*plain, **DEFAULTS)
+    adamw_(*ours, Options(**DEFAULTS))
+    adamw_reference(*plain, Options(**DEFAULTS))
     for our, other, old in zip(ours[2:4], plain[2:4], before[1:3], strict=True):
         assert torch.equal(our, other) and not torch.equal(our, old)
     assert _same(join_master(*ours[:2]), join_master(*plain[:2]))
@@ -225,8 +226,8 @@ def test_remainders_count_under_their_own_weights_alone(n):
         weight[n - 1] *= 2
         expected = [weight.clone(), remainder.clone(), *(x.clone() for x in moments)]
         expected[1][(n - 1) // CHECKED * CHECKED :] = 0
-        op(weight, remainder, *moments, before[3].to(device), **hyper, checksums=sums)
-        adamw_reference(*expected, before[3].to(device), **hyper)
+        op(weight, remainder, *moments, before[3].to(device), Options(**hyper), checksums=sums)
+        adamw_reference(*expected, before[3].to(device), Options(**hyper))
         ours = [weight, remainder, *moments]
         assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
         assert torch.equal(sums, weight_checksums(weight))
@@ -267,10 +268,10 @@ def test_pieces_make_the_whole(op):
     before = _state(n, 10)
     whole, pieces = ([*split_master(before[0]), *(x.clone() for x in before[1:])] for _ in range(2))
     hyper = DEFAULTS | {"step": 10}
-    op(*whole, **hyper)
+    op(*whole, Options(**hyper))
     cuts = [0, 1, 8, 8, 2049, 4096, 4999, n]  # odd places, an empty piece
     for a, b in zip(cuts, cuts[1:], strict=False):
-        op(*(x[a:b] for x in pieces), **hyper)
+        op(*(x[a:b] for x in pieces), Options(**hyper))
     for one, other in zip(whole, pieces, strict=True):
         assert torch.equal(one, other)
 
@@ -282,8 +283,8 @@ def test_a_split_weight_moves_as_an_fp32_weight(op):
     wide = [p, None, m, v]
     for step in range(1, 6):
         grad = _state(5003, step, torch.bfloat16)[3]
-        op(*split, grad, **DEFAULTS | {"step": step})
-        op(*wide, grad, **DEFAULTS | {"step": step})
+        op(*split, grad, Options(**DEFAULTS | {"step": step}))
+        op(*wide, grad, Options(**DEFAULTS | {"step": step}))
     assert torch.equal(join_master(*split[:2]), p)
     assert torch.equal(split[2], m) and torch.equal(split[3], v)
 
@@ -295,7 +296,7 @@ def test_a_gradient_of_inf_or_nan_shows_in_the_weight(op, grad_dtype):
     nan = _floats(0x7FFFFFFF)[0]  # as CUDA computes it: plainly rounded up, it would be -0
     grad[3], grad[20], grad[39] = math.inf, nan, -math.inf
     weight, remainder = split_master(p)
-    op(weight, remainder, m, v, grad, **DEFAULTS)
+    op(weight, remainder, m, v, grad, Options(**DEFAULTS))
     bad = torch.zeros(40, dtype=torch.bool, device=DEVICE)
     bad[[3, 20, 39]] = True
     assert torch.equal(weight.isnan(), bad)
@@ -308,7 +309,7 @@ def test_edges_survive_a_step_of_nothing(op):
     master = _masters()[:20_000]
     weight, remainder = split_master(master)
     m, v, grad = (torch.zeros_like(master) for _ in range(3))
-    op(weight, remainder, m, v, grad, **DEFAULTS | {"weight_decay": 0.0})
+    op(weight, remainder, m, v, grad, Options(**DEFAULTS | {"weight_decay": 0.0}))
     after = join_master(weight, remainder)
     finite = master.isfinite()
     assert torch.equal(after[finite], master[finite])
@@ -318,7 +319,7 @@ def test_edges_survive_a_step_of_nothing(op):
 @pytest.mark.parametrize("op", OPS)
 def test_nothing_to_do(op):
     empty = torch.zeros(0, device=DEVICE)
-    op(*split_master(empty), empty, empty.clone(), empty.clone(), **DEFAULTS)
+    op(*split_master(empty), empty, empty.clone(), empty.clone(), Options(**DEFAULTS))
 
 
 HALF, WORDS = torch.zeros(6).half(), torch.zeros(6, dtype=torch.int16)
@@ -338,7 +339,7 @@ WRONG = [
     ({"grad": torch.zeros(6, device="meta")}, "must be on one device.*meta"),
     ({"scale": torch.ones(1)}, r"scale must have shape \(\), got \(1,\)"),
     ({"scale": torch.tensor(1.0).double()}, "scale must be.*float64"),
-    ({"step": 0}, "step must be at least 1, got 0"),
+    ({"options": Options(**DEFAULTS | {"step": 0})}, "step must be at least 1, got 0"),
     ({"checksums": torch.zeros(2).int()}, r"checksums must have shape \(1,\), got \(2,\)"),
     ({"checksums": torch.zeros(1)}, "checksums must have dtype torch.int32, got torch.float32"),
     (
@@ -351,7 +352,8 @@ WRONG = [
 @pytest.mark.parametrize(("change", "message"), WRONG, ids=str)
 def test_wrong_arguments(change, message):
     names = ("exp_avg", "exp_avg_sq", "grad")
-    arguments = {"weight": torch.zeros(6).bfloat16(), "remainder": WORDS, **DEFAULTS}
+    arguments = {"weight": torch.zeros(6).bfloat16(), "remainder": WORDS}
+    arguments["options"] = Options(**DEFAULTS)
     arguments |= {name: torch.zeros(6) for name in names} | change
     for name, x in arguments.items():
         if isinstance(x, Tensor) and not x.is_meta:

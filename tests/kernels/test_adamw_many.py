@@ -55,8 +55,7 @@ def step(all_tensors: Sequence[dict[str, Any]], options: Sequence[Options], scal
 def alone(x: dict[str, Tensor], options: Options, scale: Tensor | None) -> None:
     names = ("weight", "remainder", "exp_avg", "exp_avg_sq", "grad")
     given = [x.get(name) for name in names]
-    more = dict(scale=scale, checksums=x.get("checksums"))
-    adamw_reference(*given, **more, **options._asdict())
+    adamw_reference(*given, options, scale=scale, checksums=x.get("checksums"))
 
 
 def copies(all_tensors: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:

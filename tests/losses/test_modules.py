@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -284,6 +285,19 @@ def test_they_show_their_options() -> None:
     assert shown == "LinearDPOLoss(beta=0.3, loss_type=['ipo', 'sft'], softcap=30.0)"
     assert repr(LinearORPOLoss(beta=1.0)) == "LinearORPOLoss(beta=1.0)"
     assert not list(LinearKTOLoss().parameters())
+
+
+def test_signatures_show_every_option_with_its_default() -> None:
+    found = inspect.signature(LinearDPOLoss).parameters
+    assert {"beta", "loss_weights", "f_divergence_type", "temperature", "softcap"} < {*found}
+    assert len(found) == 10 and found["loss_type"].default == "sigmoid"
+    assert all(p.kind is p.KEYWORD_ONLY for p in found.values())
+    fixed = {"loss_type", "cpo_alpha"}
+    both = (inspect.signature(kind).parameters for kind in (LinearCPOLoss, LinearSimPOLoss))
+    assert fixed == set.difference(*map(set, both))
+    for name in (*fixed, "bta"):
+        with pytest.raises(TypeError, match=f"LinearSimPOLoss.* unexpected .*{name!r}"):
+            LinearSimPOLoss(**{name: "sigmoid"})
 
 
 @pytest.mark.parametrize(

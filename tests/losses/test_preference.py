@@ -69,8 +69,8 @@ def test_trl_agrees(trainer, case) -> None:
     trainer.loss_types = [names] if isinstance(names, str) else names
     trainer.loss_weights = case.get("loss_weights") or [1.0] * len(trainer.loss_types)
     for name in ("beta", "label_smoothing", "f_divergence_type", "f_alpha_divergence_coef"):
-        setattr(trainer, name, getattr(ours.options, name))
-    trainer.args.discopop_tau = ours.options.discopop_tau
+        setattr(trainer, name, getattr(ours, name))
+    trainer.args.discopop_tau = ours.discopop_tau
 
     batch, model, reference = batch_of(trainer), trainer.model, trainer.ref_model
     theirs = trainer._compute_loss(model, dict(batch), False)

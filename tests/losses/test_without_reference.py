@@ -88,7 +88,7 @@ def test_trl_agrees_on_cpo(cpo, case) -> None:
     """Its cross-entropy counts the answers alone."""
     ours = LinearCPOLoss(**case)
     for name in ("loss_type", "beta", "label_smoothing", "cpo_alpha", "simpo_gamma", "alpha"):
-        setattr(cpo, name, getattr(ours.options, name))
+        setattr(cpo, name, getattr(ours, name))
     theirs, metrics = cpo.get_batch_loss_metrics(cpo.model, batch_of(cpo))
     ids, mask, labels = both_halves(cpo)
     hidden, weight = hidden_states(cpo.model, ids, mask), cpo.model.lm_head.weight

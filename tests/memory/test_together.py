@@ -48,7 +48,7 @@ def alone(
     for weight, of, grad, given, scale in zip(weights, states, grads, options, scales, strict=True):
         flat, parts = weight.data.view(-1), (of.remainder, of.exp_avg, of.exp_avg_sq)
         more = dict(scale=scale, checksums=of.checksums)
-        adamw_reference(flat, *parts, grad.reshape(-1), **more, **given._asdict())
+        adamw_reference(flat, *parts, grad.reshape(-1), given, **more)
 
 
 def make() -> tuple[Adapters, ExactAdamW]:

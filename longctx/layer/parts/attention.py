@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from longctx.attention.protocol import QKV, take_turns
+from longctx.attention.protocol import QKV, AttentionCall, take_turns
 from longctx.attention.sinks import Sinks
 from longctx.kernels.annotate import annotated, each
 from longctx.layer.adapters.protocol import ALL
@@ -87,7 +87,7 @@ class SelfAttention(OverRow):
         kept: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:  # o (T, H d), lse (H, T)
         """Runs attention over the row, and appends each group's q, k, v to `kept` if given."""
-        s, t, weight = self._schedule, self._spec, self._heads.q.weight
+        s, weight = self._schedule, self._heads.q.weight
         T, Hd = x.shape[0], self._heads.columns
         # In the weights' dtype: the residual stream x may be fp32, as in autocast.
         o = weight.new_empty(T, Hd)
@@ -104,10 +104,7 @@ class SelfAttention(OverRow):
         def attend(group: Group) -> Iterator[None]:
             qkv = projected(group)
             o_group = o[:, group.q].unflatten(1, (-1, s.head_dim))
-            pauses = s.attention.forward_in_turns(
-                *(qkv, s.documents, self._score_scale, o_group, lse[group.lse], s.window(t)),
-                self._sinks_of(group),
-            )
+            pauses = s.attention.forward_in_turns(self._call(group, qkv, o_group, lse))
             del qkv  # its memory may be freed while this group pauses
             yield from pauses
 
@@ -115,8 +112,13 @@ class SelfAttention(OverRow):
         self._heads.forget_inner()
         return o, lse
 
-    def _sinks_of(self, group: Group) -> Sinks | None:
-        return None if self._sinks is None else self._sinks.of(group.lse)
+    def _call(self, group: Group, qkv: QKV, o: Tensor, lse: Tensor) -> AttentionCall:
+        """Returns the call of a group's heads: o (T, h, d) is theirs, lse (H, T) all heads'."""
+        s = self._schedule
+        sinks = None if self._sinks is None else self._sinks.of(group.lse)
+        window = s.window(self._spec)
+        given = qkv, s.documents, self._score_scale, o, lse[group.lse]
+        return AttentionCall(*given, window, sinks)
 
     def _keep(self, x: Tensor, o: Tensor, lse: Tensor, qkv: Sequence[Tensor]) -> None:
         """Keeps the activations of the whole row, and allocates h where it is kept."""
@@ -225,7 +227,7 @@ class SelfAttention(OverRow):
     ) -> KeyGradients:
         """Computes dq, dk, dv as the projections' outputs need them, one head group at a time, and
         the gradients of the norms of q and k and of sinks."""
-        s, t, heads = self._schedule, self._spec, self._heads
+        s, heads = self._schedule, self._heads
         dkv = KeyGradients(list(heads), self._do, heads.q.weight, x.shape[0])
         output_grad, kept = self._output_grad(dh), self._kept_groups()
 
@@ -235,14 +237,11 @@ class SelfAttention(OverRow):
             grads = output_grad(group), o[:, group.q], *dkv.rooms(i)
             do, dq, dk, dv = (x.unflatten(1, (-1, s.head_dim)) for x in grads)
             del grads
-            pauses = s.attention.backward_in_turns(
-                *(do, ready, s.documents, self._score_scale, dq, lse[group.lse], s.window(t)),
-                self._sinks_of(group),
-                out=QKV(dq, dk, dv),
-            )
+            call = self._call(group, ready, dq, lse)  # dq's memory still holds o
+            pauses = s.attention.backward_in_turns(do, call, QKV(dq, dk, dv))
             # Held on over the pause, because the norms' gradients need it; else it is freed.
             unnormed = qkv if heads.qk_norms else None
-            del qkv, ready, do
+            del qkv, ready, do, call
             yield from pauses
             heads.back_(dq, dk, unnormed, group)
             dkv.put(i, dk.flatten(1), dv.flatten(1))

@@ -19,7 +19,7 @@ import torch
 
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
-from longctx.attention.protocol import QKV, Attention
+from longctx.attention.protocol import QKV, Attention, AttentionCall
 from longctx.constants import GIB
 from longctx.cost.fitted import CONTEXT_BYTES
 from longctx.cost.machines import MACHINES, AttentionRates, Machine, machine_like, peak_flops
@@ -193,13 +193,14 @@ def attention_rates(attention: Attention, device: torch.device, tokens: int) -> 
         random_heads(heads),
     )
     o, lse = torch.empty_like(do), torch.empty(heads, tokens, device=device)
-    documents, scale = Documents.of([tokens], device=device), HEAD_DIM**-0.5
+    documents = Documents.of([tokens], device=device)
+    call = AttentionCall(qkv, documents, HEAD_DIM**-0.5, o, lse)
 
     def rate(flops: float, work: Callable[[], object]) -> float:
         return flops / seconds_of(work, ATTENTION_S)
 
     flops = 2.0 * heads * HEAD_DIM * tokens**2
     return (
-        rate(flops, lambda: attention.forward(qkv, documents, scale, o, lse)),
-        rate(2.5 * flops, lambda: attention.backward(do, qkv, documents, scale, o, lse)),
+        rate(flops, lambda: attention.forward(call)),
+        rate(2.5 * flops, lambda: attention.backward(do, call)),
     )
