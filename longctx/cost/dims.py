@@ -12,7 +12,7 @@ from longctx.cost.table import Table
 
 
 class Block(Protocol):
-    """A part of a layer, as the count sees it."""
+    """A part of a layer, with the cost that it declares."""
 
     @staticmethod
     def cost(s: Any, kind: LayerKind, batch: Any) -> Table:
@@ -21,15 +21,15 @@ class Block(Protocol):
 
 
 class Adapted(NamedTuple):
-    """The sizes of a layer's adapters, as a token meets them: an adapter that k of E tokens are
-    given counts k / E times."""
+    """The sizes of a layer's adapters per token. An adapter of an expert, which k of E tokens
+    reach, counts k / E times."""
 
     inputs: float = 0
-    """Elements per token that they read."""
+    """Elements per token that adapters read."""
     outputs: float = 0
-    """Elements per token that they add to."""
+    """Elements per token to which adapters add."""
     parameters: float = 0
-    """The parameters of all linear layers of the mixer, frozen ones too."""
+    """Parameters of A and B by which a token is multiplied."""
     rescaled: float = 0
     """Elements of the weights whose rows they rescale (DoRA)."""
 
@@ -40,25 +40,26 @@ class Mixed(NamedTuple):
     columns: int
     """The output features of all linear layers of the mixer together."""
     parameters: int
-    """Parameters that a token is multiplied by."""
+    """Parameters of the mixer's linear layers and of their adapters, frozen ones too."""
     trained: int
     """The number of trained parameters of the mixer."""
     state_bytes: int
     """Bytes of the mixer's state at the end of a segment."""
     graph: float
-    """Elements that autograd holds of a token for backward, for each one of `columns`."""
+    """Elements per token that autograd saves for backward, as a multiple of `columns`."""
     besides: tuple[float, float]
-    """FLOPs of matmuls that take as long as what the mixer computes besides its own, for a token
-    and each one of `columns`: forward, and backward."""
+    """What a mixer computes apart from its linear layers, in forward and in backward: the FLOPs of
+    matmuls that take as long, per token and per column of `columns`."""
 
 
 class Spent(NamedTuple):
-    """What one direction of a layer was measured to take, of T tokens in documents of L tokens."""
+    """The measured cost of one direction of a layer, for T tokens in documents of L tokens."""
 
     seconds: tuple[float, float] = (0.0, 0.0)
-    """a and b of T (a + b L) seconds."""
+    """a and b of the T (a + b L) seconds that it takes."""
     nbytes: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """a, b and c of a + T (b + c L) bytes of the GPU, the layer's input not among them."""
+    """a, b and c of the a + T (b + c L) bytes of GPU memory that it needs beside the layer's
+    input."""
 
     def seconds_of(self, tokens: int, document: int) -> float:
         a, b = self.seconds
@@ -70,16 +71,15 @@ class Spent(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a layer of Hugging Face's was measured to take (any_model/measured.py)."""
+    """The measured cost of a layer of Hugging Face's (any_model/measured.py)."""
 
     forward: Spent = Spent()
     backward: Spent = Spent()
-    """The seconds and bytes that the layer's backward takes, those of its checkpoint's second
-    forward among them."""
+    """The cost of the layer's backward, with the second forward of its checkpoint."""
 
 
 UNKNOWN = Measured()
-"""Stands for a layer that nobody has measured or counted: its input alone is planned."""
+"""Stands for a layer whose cost was neither measured nor counted: a plan counts its input alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +94,11 @@ class LayerKind:
     kv_heads: int  # K
     head_dim: int  # d
     mixer: Mixed | None = None
-    """The mixer that stands in the place of attention, or beside it."""
+    """The mixer that runs instead of attention, or in parallel to it."""
     window: int | None = None
-    """The window of attention; None: a token attends to all before it."""
+    """Tokens of attention's window; None: a token attends to all tokens before it."""
     qk_norms: bool = False
-    """Whether each head of q and k has a norm. Attention then takes copies."""
+    """Whether each head of q and k has a norm. Attention then reads copies of q and k."""
     wide_norms: bool = False
     """Whether q and k have norms over all heads."""
     output_gate: bool = False
@@ -112,25 +112,25 @@ class LayerKind:
     gated: bool = True
     """Whether the MLP has a gate."""
     experts: int = 0
-    """The experts of a layer that has some instead of an MLP, F features each."""
+    """The number of experts, of F features each; 0 for a layer with an MLP instead."""
     chosen: int = 0
-    """How many of them a token goes to."""
+    """The number of experts that a token goes to."""
     shared: int = 0
-    """The features of the expert that all tokens go to beside them."""
+    """The features of the shared expert, which every token goes to; 0 without one."""
     weighs_shared: bool = False
-    """Whether each token has a weight of it, the sigmoid of a matmul."""
+    """Whether each token weighs the shared expert's output, by the sigmoid of a matmul."""
     expert_biases: bool = False
-    """Whether they have biases."""
+    """Whether experts have biases."""
     fp32_weights: bool = False
-    """Whether Hugging Face's code has the weights of a token's experts in fp32."""
+    """Whether Hugging Face's code holds the routing weights of a token's experts in fp32."""
     folded: int = 0
-    """Elements of the experts' weights that PEFT folds adapters into, in Hugging Face's code."""
+    """Elements of the experts' weights into which PEFT folds adapters, in Hugging Face's code."""
     between: bool = True
-    """Whether a second block reads h, what the first one gives."""
+    """Whether the residual stream after the first block (h) is read by a second block."""
     parallel: bool = False
-    """Whether the MLP stands beside attention and reads what attention reads."""
+    """Whether the MLP runs in parallel to attention and reads attention's input."""
     trains_weights: bool = True
-    """Whether any weights are trained; else they have no gradients."""
+    """Whether any weight of the layer is trained and has a gradient."""
     dense_bytes: int = 0
     """Bytes of the dense weights while a layer computes, if its weights are quantised."""
     rank: int = 0
@@ -138,6 +138,7 @@ class LayerKind:
     drops: bool = False
     """Whether an adapter's input has dropout."""
     adapted: Adapted = Adapted()
+    """The sizes of the layer's adapters."""
     measured: Measured | None = None
     """The seconds and bytes that a layer of Hugging Face's was measured to take; None for a layer
     whose cost is counted."""
@@ -149,18 +150,20 @@ class LayerKind:
 
     @property
     def wide(self) -> int:
-        """Columns of q and of attention's output, all query heads together."""
+        """Columns of q, which are those of attention's output: all query heads together."""
         return self.heads * self.head_dim
 
     def columns(self, hidden: int) -> int:
-        """Returns the columns that a token has in a tile, as many as an MLP's gate has: for each
-        chosen expert its features, and half of what its slot reads and gives. The shared
-        expert comes before or after the others."""
+        """Returns the columns of a tile: as many as the gate of an MLP has. For each chosen expert
+        they are its features and half of the D numbers that the expert's slot reads and writes. The
+        shared expert runs before or after the others, so the wider of the two counts."""
         if not self.chosen:
             return self.intermediate
+        # Qwen3-30B-A3B: 8 experts of 768 features and D = 2048 count as 8 * (768 + 1024) = 14336
+        # columns, which are those of Llama-3.1-8B's MLP.
         return max(self.chosen * (self.intermediate + hidden // 2), self.shared)
 
     @property
     def narrow(self) -> int:
-        """Columns of k, and of v, all key/value heads together."""
+        """Columns of k, which are those of v: all key/value heads together."""
         return self.kv_heads * self.head_dim
