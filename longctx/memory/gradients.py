@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,16 +35,14 @@ from torch import Tensor, nn
 from longctx.constants import GIB
 from longctx.errors import print_rank0
 from longctx.kernels.annotate import annotate
-from longctx.kernels.square_sums import CHUNK, many_square_sums, square_sums
-from longctx.memory.aliases import any_is_seen, is_seen, share_memory
-from longctx.memory.guard import unguarded
+from longctx.kernels.square_sums import CHUNK, square_sums
+from longctx.memory.clipping import Clipping, norm_from
+from longctx.memory.guard import any_is_seen, is_seen, share_memory, unguarded
 from longctx.memory.held import Held, HeldGradient
 from longctx.memory.place import IN_FLIGHT_BYTES
-from longctx.memory.states import Block
+from longctx.memory.states import Block, Slot
 from longctx.memory.stream import StateStream
 
-Slot = tuple[Block, int]
-"""A block, and the number of a parameter in it."""
 SEEN = (
     "another batch adds to a gradient in 16 bits of which somebody keeps a view, and the view "
     "would not show the sum: say batches=2 or more to exact_adamw, or drop the view before backward"
@@ -69,15 +67,10 @@ class WatchedGradients:
         self._watched: list[Slot] = []
         self._order: dict[Slot, None] = {}
         """The order in which backward delivered the gradients."""
-        self._measured: dict[Slot, tuple[Tensor, int, int]] = {}
-        """Gradients that are not held: the square sums that `norm` last measured, and which of them
-        are the gradient's."""
-        self._clipped: dict[Slot, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-        """Gradients in 16 bits that `clip` left unchanged: their version then, and their factor."""
         self._leaving: deque[tuple[object, int, Tensor]] = deque()
         self._reducing: deque[tuple[Slot, Tensor, dist.Work]] = deque()
         self._said_large = False
-        self._chunk = math.gcd(CHUNK, stream.piece)
+        self._clipping = Clipping(stream.device, math.gcd(CHUNK, stream.piece))
         self._processes = dist.get_world_size() if dist.is_initialized() else 1
 
     @property
@@ -147,13 +140,13 @@ class WatchedGradients:
             held.here = grad.to(self.device).contiguous()
             _show(parameter, held, held.here.dtype)
         elif grad.dtype != torch.float32:
-            factor = self.factor(slot, grad)
+            factor = self._clipping.factor(slot, grad)
             if self._is_seen(grad, 2):
                 raise RuntimeError(SEEN)
             _make_wide(grad)
             if factor is not None:
                 grad.mul_(factor.to(grad.device))
-                del self._clipped[slot]  # applied now: the sum that follows is a change of ours
+                self._clipping.forget_factor(slot)  # the sum that follows is no change by others
 
     def _arrive(self, slot: Slot) -> None:
         """Takes a gradient after autograd has written `parameter.grad` or added to it."""
@@ -167,7 +160,7 @@ class WatchedGradients:
         if grad.layout != torch.strided:
             raise RuntimeError("exact AdamW takes no sparse gradients: use sparse=False")
         self._settle_block(block)
-        self._measured.pop(slot, None)
+        self._clipping.forget_measured(slot)
         leaves = self._leaves(block, grad)
         if block.sums and not leaves:
             _make_wide(grad)
@@ -205,7 +198,7 @@ class WatchedGradients:
             earlier.here, earlier.factor = self.whole(earlier, self.device), None
         grad = grad.to(self.device)
         grad = grad.to(room.dtype)
-        held.squares = square_sums(grad, self._chunk)
+        held.squares = square_sums(grad, self._clipping.chunk)
         with annotate("gradient out"), self._stream.down.after(self._stream.compute.mark()):
             room[block.ranges[i]].copy_(grad.view(-1), non_blocking=True)
         held.here, held.factor = None, None
@@ -240,7 +233,7 @@ class WatchedGradients:
         stream, factor = self._stream, held.factor
         begin = stream.compute.mark()
         assert held.squares is not None
-        sums = held.squares.split(stream.piece // self._chunk)
+        sums = held.squares.split(stream.piece // self._clipping.chunk)
         with annotate("gradient out"):
             for n, piece in enumerate(block.pieces(i, stream.piece)):
                 home, slot = block.host_grad[piece], stream.next_slot()
@@ -253,7 +246,7 @@ class WatchedGradients:
                     if factor is not None:
                         total.mul_(factor)
                     total.add_(block.grad_at(i, piece, grad))
-                    sums[n].copy_(square_sums(total, self._chunk))
+                    sums[n].copy_(square_sums(total, self._clipping.chunk))
                     added = stream.update.mark()
                 with stream.down.after(added):
                     home.copy_(total, non_blocking=True)
@@ -345,42 +338,16 @@ class WatchedGradients:
     def norm(self) -> Tensor:
         """Returns the norm of all gradients, fp32, ()."""
         self.settle()
-        present = [*self._present()]
-        here = {slot: grad for slot, grad in present if not isinstance(grad, HeldGradient)}
-        squares = self._measure(here)
-        whole = all(self.factor(slot, grad) is None for slot, grad in here.items())
-        if whole and len(here) == len(present):
-            return _total([squares])
-        return _total([self._squares_of(slot, grad) for slot, grad in present])
+        return self._clipping.norm(dict(self._present()))
 
     def norm_of(self, held: Held) -> Tensor:
         """Returns the norm of a held gradient, fp32, ()."""
         self.settle()
-        return _total([self.squares_of(held)])
-
-    def _measure(self, grads: Mapping[Slot, Tensor]) -> Tensor:
-        """Measures gradients that are not held, and returns the sums of their squares, fp32."""
-        if not grads:
-            return torch.zeros(0, device=self.device)
-        here = [grad.to(self.device).contiguous() for grad in grads.values()]
-        sums, starts = many_square_sums(here, self._chunk)
-        for slot, start, stop in zip(grads, starts, starts[1:], strict=False):
-            self._measured[slot] = sums, start, stop
-        return sums
-
-    def _squares_of(self, slot: Slot, grad: Tensor) -> Tensor:
-        """Returns the sums of a gradient's squares; one that is not held has been measured."""
-        if isinstance(grad, HeldGradient):
-            return grad.held.gradients.squares_of(grad.held)
-        sums, start, stop = self._measured[slot]
-        return _scaled(sums[start:stop], self.factor(slot, grad))
+        return norm_from([self.squares_of(held)])
 
     def squares_of(self, held: Held) -> Tensor:
-        """Returns the sums of a held gradient's squares."""
-        if held.here is not None:
-            held.squares = square_sums(held.here.to(self.device).contiguous(), self._chunk)
-        assert held.squares is not None
-        return _scaled(held.squares, held.factor)
+        """Returns the square sums of a held gradient."""
+        return self._clipping.squares_of_held(held)
 
     def clip(self, max_norm: float | None) -> Tensor:
         """Returns the norm of all gradients, fp32, (), and scales them down to `max_norm`. Those in
@@ -390,33 +357,8 @@ class WatchedGradients:
         if not max_norm:
             return norm
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_
-        at_once: dict[torch.device, list[Tensor]] = {}
-        for slot, grad in self._present():
-            if isinstance(grad, HeldGradient):
-                grad.held.gradients.multiply(grad.held, factor)
-            elif grad.dtype == torch.float32 or self._is_seen(grad, 2):
-                at_once.setdefault(grad.device, []).append(grad)
-            else:
-                earlier = self.factor(slot, grad)
-                total = factor if earlier is None else earlier * factor
-                self._clipped[slot] = weakref.ref(grad), grad._version, total
-        for device, grads in at_once.items():
-            torch._foreach_mul_(grads, factor.to(device))
+        self._clipping.scale(dict(self._present()), factor, lambda grad: self._is_seen(grad, 2))
         return norm
-
-    def factor(self, slot: Slot, grad: Tensor) -> Tensor | None:
-        """Returns the factor that `clip` remembers of a gradient that is not held, fp32, ()."""
-        reference, version, factor = self._clipped.get(slot, (None, 0, None))
-        if reference is None or reference() is not grad:
-            return None
-        if grad._version != version:
-            del self._clipped[slot]
-            if not grad.any():  # zero_grad(set_to_none=False)
-                return None
-            raise RuntimeError(
-                "a gradient was changed after optimizer.clip: change gradients first, clip last"
-            )
-        return factor
 
     def broken(self) -> Slot | None:
         """Returns the slot of the first gradient that is not finite, in the order of backward."""
@@ -424,20 +366,9 @@ class WatchedGradients:
         for slot in self._order:
             if (grad := present.get(slot)) is None:
                 continue
-            if not self._last_squares(slot, grad).isfinite().all():
+            if not self._clipping.last_squares(slot, grad).isfinite().all():
                 return slot
         return None
-
-    def _last_squares(self, slot: Slot, grad: Tensor) -> Tensor:
-        """Returns the square sums of the last time a gradient was measured, which was before `clip`
-        scaled it by what may be NaN."""
-        if isinstance(grad, HeldGradient):
-            held = grad.held
-            return held.gradients.squares_of(held) if held.squares is None else held.squares
-        if slot not in self._measured:
-            self._measure({slot: grad})
-        sums, start, stop = self._measured[slot]
-        return sums[start:stop]
 
     def tensors(self) -> list[Tensor]:
         """Returns the gradients on the GPU that are in no `parameter.grad`."""
@@ -460,7 +391,7 @@ class WatchedGradients:
                 return held.here.contiguous(), held.factor
             grad = held.whole(self.device)  # that of another parameter
         else:
-            factor = self.factor(slot, grad)
+            factor = self._clipping.factor(slot, grad)
         if grad.shape != parameter.shape or grad.layout != torch.strided:
             raise RuntimeError(
                 f"a gradient of {tuple(grad.shape)} ({grad.layout}) is not that of a parameter of "
@@ -478,7 +409,7 @@ class WatchedGradients:
 
 
 def _here(grad: Tensor) -> tuple[Tensor, int] | None:
-    """Returns the gradient's tensor on the GPU, if there is one, and its holders (aliases.py)."""
+    """Returns the gradient's tensor on the GPU, if there is one, and its holders (guard.py)."""
     if not isinstance(grad, HeldGradient):
         return grad, 2  # `parameter.grad` and its Python object
     return None if grad.held.here is None else (grad.held.here, 1)
@@ -494,16 +425,6 @@ def _make_wide(grad: Tensor) -> None:
     """Gives a gradient fp32 values; whoever holds the tensor sees it."""
     with unguarded():
         grad.data = grad.float()
-
-
-def _scaled(squares: Tensor, factor: Tensor | None) -> Tensor:
-    """Returns the square sums of a gradient times a factor."""
-    return squares if factor is None else squares.double() * factor.double().square()
-
-
-def _total(squares: list[Tensor]) -> Tensor:
-    """Returns the norm, fp32, (), of all whose square sums these are."""
-    return torch.cat(squares).double().sum().sqrt().float()
 
 
 def _remove(hooks: list[Any]) -> None:

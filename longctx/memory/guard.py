@@ -11,7 +11,8 @@ It costs an assignment when it begins and one when it ends, and nothing in betwe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -112,3 +113,38 @@ def _name(func: Any) -> str:
     if name in ("__get__", "__set__"):  # of an attribute, which the descriptor names
         name = getattr(getattr(func, "__self__", None), "__name__", "")
     return name
+
+
+# --- who else sees a tensor's memory -------------------------------------------------------------
+
+
+def share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have the same storage."""
+    if x.layout != torch.strided or y.layout != torch.strided:
+        return False
+    return _storage(x) == _storage(y)
+
+
+def is_seen(x: Tensor, holders: int = 1, *, owners: int = 1) -> bool:
+    """Whether others see the memory of a tensor that `holders` references in C++ hold, its Python
+    object included; `owners` tensors share its storage by right."""
+    return x._use_count() > holders or sharers(x) > owners  # type: ignore[attr-defined]
+
+
+def any_is_seen(tensors: Iterable[tuple[Tensor, int]], beside: Iterable[Tensor] = ()) -> bool:
+    """`is_seen` of any of (tensor, holders), where they may share storages among themselves and
+    with those `beside` them."""
+    tensors = [(x, holders) for x, holders in tensors if x.layout == torch.strided]
+    owners = Counter(_storage(x) for x in [*(x for x, _ in tensors), *beside])
+    return any(is_seen(x, holders, owners=owners[_storage(x)]) for x, holders in tensors)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def sharers(x: Tensor) -> int:
+    """The number of tensors that share the storage."""
+    storage = x.untyped_storage()  # which holds it too
+    count: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    return count - 1

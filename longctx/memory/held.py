@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from longctx.memory.aliases import share_memory
-from longctx.memory.guard import settle, unguarded
+from longctx.memory.guard import settle, share_memory, unguarded
 
 aten, device_of = torch.ops.aten, torch.ops.prim.device.default
 
@@ -171,7 +170,7 @@ class HeldGradient(Tensor):
         return self.held.show().numpy(force=force)
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        # A tensor of its own, whose storage tells that somebody has it (aliases.py).
+        # A tensor of its own, whose storage tells that somebody has it (guard.py).
         return self.held.show().detach().__dlpack__(*args, **kwargs)
 
     def __dlpack_device__(self) -> Any:

@@ -1,7 +1,7 @@
 """The search for the fastest step: what layers keep from forward to backward, where it waits, where
 states live, and how the work is cut.
 
-All candidates of a cut are counted at once (candidates.py): GPU memory at each moment, which
+All candidates of a cut are counted at once (counted.py): GPU memory at each moment, which
 cost/peak.py counts by name, host memory, and seconds, by the function that also predicts them
 (cost/seconds.py). Which candidates are scored does not depend on how much memory there is. So more
 memory never loses a candidate that fitted, and never makes a plan slower. Ladders in which some
@@ -35,7 +35,8 @@ from longctx.cost.seconds import (
 )
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import INPUT, Load, load
-from longctx.memory.candidates import Candidates, Counted, candidates, sets, sparse, usual
+from longctx.memory.candidates import Candidates, candidates, sets, sparse, usual
+from longctx.memory.counted import Counted
 from longctx.memory.levels import Levels
 from longctx.memory.place import Place
 from longctx.settings import Keeping, Offload

@@ -33,8 +33,7 @@ from torch import Tensor, nn
 
 from longctx.kernels.adamw import CHECKED, Options, drop_stale_, weight_checksums
 from longctx.kernels.adamw_many import States
-from longctx.memory.aliases import is_seen, sharers
-from longctx.memory.guard import Settle, guard, release, unguarded
+from longctx.memory.guard import Settle, guard, is_seen, release, sharers, unguarded
 from longctx.memory.held import Held
 from longctx.memory.place import BlockSizes, Place
 
@@ -262,7 +261,7 @@ class Block:
             view = flat[start : start + x.nbytes]
             if flat is self.host_weight:
                 view = torch.from_numpy(view.numpy())
-            # Detached, since a view holds its base, which would count as somebody's (aliases.py).
+            # Detached, since a view holds its base, which would count as somebody's (guard.py).
             views.append(view.view(x.dtype).view(x.shape).detach())
             start += part.nbytes
         return views
@@ -411,6 +410,10 @@ class Block:
         """The states, and what an update on its way still reads."""
         states = [self.exp_avg, self.exp_avg_sq, self.remainder, *self.moving]
         return [tensor for tensor in states if tensor is not None]
+
+
+Slot = tuple[Block, int]
+"""A block, and the number of a parameter in it."""
 
 
 def _always() -> bool:

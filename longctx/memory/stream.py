@@ -21,8 +21,7 @@ copy out of it, so that its memory may be reused.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,66 +31,9 @@ from torch.utils._pytree import tree_leaves
 from longctx.errors import UserError
 from longctx.kernels.adamw import CHECKED, adamw_
 from longctx.kernels.annotate import annotate
+from longctx.memory.lanes import Compute, Lane, RingSlot
 from longctx.memory.place import AHEAD, MOVING, PIECE, RING
 from longctx.memory.states import Block, Step
-
-
-class Lane:
-    """A CUDA stream. On the CPU its work is done at once, and there is nothing to wait for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @contextmanager
-    def after(self, *marks: Any) -> Iterator[None]:
-        """A context whose work starts when all the marks are reached."""
-        if self.stream is None:
-            yield
-            return
-        for mark in marks:
-            if mark is not None:
-                self.stream.wait_event(mark)
-        with torch.cuda.stream(self.stream):
-            yield
-
-    def mark(self) -> Any:
-        """Returns a mark at the end of the work that the lane was given so far."""
-        return None if self.stream is None else self.stream.record_event()
-
-    def synchronize(self) -> None:
-        if self.stream is not None:
-            self.stream.synchronize()
-
-
-class Compute:
-    """The lane of forward and backward: the current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def mark(self) -> Any:
-        on_gpu = self.device.type == "cuda"
-        return torch.cuda.current_stream(self.device).record_event() if on_gpu else None
-
-    def wait(self, mark: Any) -> None:
-        if mark is not None:
-            torch.cuda.current_stream(self.device).wait_event(mark)
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-
-
-class Slot:
-    """A buffer of the ring: room on the GPU for what a piece has on the host."""
-
-    def __init__(self, numel: int, compute: Compute) -> None:
-        self._words = torch.empty(4, numel, dtype=torch.float32, device=compute.device)
-        self.free: Any = compute.mark()
-        """Marks when the previous piece, or the previous owner of the memory, is done."""
-
-    def part(self, row: int, like: Tensor) -> Tensor:
-        return self._words[row].view(like.dtype)[: like.numel()]
 
 
 class StateStream:
@@ -103,7 +45,7 @@ class StateStream:
         self.up, self.update, self.down = Lane(device), Lane(device), Lane(device)
         self._order = [block for block in blocks if block.spec.modules]
         self._layers = [block for block in self._order if block.spec.layer is not None]
-        self._ring: list[Slot] = []
+        self._ring: list[RingSlot] = []
         self._in_backward = False
         self._begun: Any = None
         """Marks when the gradients of the outstanding updates were there."""
@@ -300,9 +242,9 @@ class StateStream:
             if slot is not None:
                 slot.free = self.down.mark()
 
-    def next_slot(self) -> Slot:
+    def next_slot(self) -> RingSlot:
         if len(self._ring) < RING:
-            self._ring.append(Slot(self.piece, self.compute))
+            self._ring.append(RingSlot(self.piece, self.compute))
         else:
             self._ring.append(self._ring.pop(0))
         return self._ring[-1]
