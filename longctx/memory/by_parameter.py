@@ -1,9 +1,10 @@
-"""An exact AdamW's states by parameter: `optimizer.state`, as torch's optimizers have it.
+"""An exact AdamW's states and options by parameter, as torch's optimizers have them: `state`,
+`state_dict`, `load_state_dict`.
 
 `optimizer.state[parameter]` holds `step`, `exp_avg`, `exp_avg_sq` and, for weights in 16 bits,
-`remainder` and `checksums`. They are the states themselves where they live: what is written into
-them is what the next update reads, and whoever keeps one sees every update. Other tensors cannot
-take their place.
+`remainder` and `checksums`. They are the states themselves where they live: the next update reads
+what is written into them, and a kept one shows every update. They cannot be replaced by other
+tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
 
 class StatesByParameter(MutableMapping[nn.Parameter, "StatesOf"]):
-    """An optimizer's states of the parameters that were updated, as views of where they live."""
+    """The states of all parameters that were updated, as views of where they live."""
 
     def __init__(self, optimizer: HoldsStates) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -93,7 +94,7 @@ class StatesOf(MutableMapping[str, Tensor]):
 
 
 class HoldsStates(torch.optim.Optimizer):
-    """A torch optimizer whose states are those of a model's blocks."""
+    """A torch optimizer whose states are those of a model's blocks (states.py)."""
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], stream: StateStream
@@ -120,7 +121,8 @@ class HoldsStates(torch.optim.Optimizer):
         self.stream.flush()
 
     def _place(self, parameter: nn.Parameter) -> Slot:
-        """Raises UserError for a parameter without states."""
+        """Returns the block of a parameter and its number there. Raises UserError for a parameter
+        without states."""
         if (place := self._places.get(parameter)) is not None:
             return place
         raise UserError(
@@ -144,7 +146,7 @@ class HoldsStates(torch.optim.Optimizer):
 
     def states_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Returns the parameter's exp_avg, exp_avg_sq and, if it has 16 bits, its remainder and
-        checksums: flat, where they live. Call `flush` first."""
+        checksums, flat, where they live. Call `flush` first."""
         block, i = self._place(parameter)
         block.renew(i, self.stream.piece)
         return self._homes(parameter)
@@ -157,8 +159,8 @@ class HoldsStates(torch.optim.Optimizer):
         return dict(zip(STATES, states, strict=False))
 
     def lend_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """As `states_of`, in the parameter's shape, to somebody who may keep them: as long as one
-        is kept, no update is late."""
+        """Returns what `states_of` does, in the parameter's shape, for code that may keep it. While
+        a state is kept, updates end within `step`."""
         self.flush()
         states, (block, _) = self.states_of(parameter), self._places[parameter]
         return {
@@ -167,9 +169,9 @@ class HoldsStates(torch.optim.Optimizer):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.AdamW's, with the remainder of each weight beside its moments, and the
-        checksums of the weights that those belong to. The states are copied to the host, 10 bytes a
-        parameter; a run's checkpoints are written block by block instead
+        """Returns the dict of torch.optim.AdamW, with each weight's remainder next to its moments,
+        and with the checksums of the weights that the remainders belong to. The states are copied
+        to the host, 10 bytes per parameter; a run's checkpoints are written block by block instead
         (longctx/train/output/states.py)."""
         self.flush()
         packed = super().state_dict()
@@ -183,9 +185,9 @@ class HoldsStates(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes states and options of this optimizer, or of torch's AdamW or Adam; of theirs the
-        weights as they are become the masters. Weights may be loaded before or after. Raises
-        ValueError for others, and nothing has changed then."""
+        """Loads states and options of this optimizer, or of torch's AdamW or Adam, which continue
+        with the present weights as masters. Weights may be loaded before or after. Raises
+        ValueError for other states, before anything has changed."""
         self.flush()
         own, saved = self.param_groups, state_dict["param_groups"]
         sizes = [[len(group["params"]) for group in groups] for groups in (own, saved)]
@@ -208,15 +210,16 @@ class HoldsStates(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
-        """One parameter's states, of any shape and floating type; none: as before its first step.
-        Raises ValueError for those of another optimizer or parameter."""
+        """Loads one parameter's states, of any shape and floating type. Empty ones reset it to
+        before its first step. Raises ValueError for the states of another optimizer or
+        parameter."""
         self.flush()
         self._check_states(parameter, states)
         for name, home in self._homes(parameter).items():
             given = states.get(name)
             if given is not None:
                 home.copy_(given.reshape(-1))
-            elif name == "checksums" and "remainder" in states:  # of files without any
+            elif name == "checksums" and "remainder" in states:  # older files have none
                 home.copy_(weight_checksums(parameter.detach().to(home.device).flatten()))
             else:
                 home.zero_()
@@ -227,6 +230,7 @@ class HoldsStates(torch.optim.Optimizer):
             self.counts[parameter] = block.counts[i]
 
     def _check_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
+        """Raises ValueError for states that are not AdamW's, or not this parameter's."""
         homes = self._homes(parameter)
         for name in ("exp_avg", "exp_avg_sq", "step"):
             if states and name not in states:
@@ -242,7 +246,7 @@ class HoldsStates(torch.optim.Optimizer):
 
     def masters(self, model: nn.Module) -> dict[str, Tensor]:
         """Returns the model's state dict in fp32, on the host, with 4 bytes per parameter."""
-        weights: dict[int, Tensor] = {}  # tied ones once
+        weights: dict[int, Tensor] = {}  # by id: tied weights are copied once
         found = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             if not isinstance(tensor, nn.Parameter):
@@ -277,7 +281,7 @@ def check_options(group: Mapping[str, Any]) -> None:
 
 
 def _check_numbers(options: Mapping[str, Any]) -> None:
-    """Raises ValueError for numbers that torch's AdamW refuses; an option may be left out."""
+    """Raises ValueError for numbers that torch's AdamW refuses; options may be missing."""
     for name in ("lr", "eps", "weight_decay"):
         value = options.get(name, 0.0)
         if not isinstance(value, Real | Tensor) or not float(value) >= 0:

@@ -1,13 +1,13 @@
-"""The ladders that the search scores, and their bytes, FLOPs and copies: an array entry for each.
+"""The ladders that the search scores (counted.py has their bytes and FLOPs).
 
-In these ladders the first layers' activations wait on the host, since backward needs them last, and
+In these ladders the first layers' activations wait on the host, since backward reads them last, and
 the last layers keep everything. Layers of several kinds may keep different sets. For four layers
 the best of these ladders takes at most 5% longer than the best of all ladders, which is a part of
 one layer's work (tests/memory/test_ladder.py). Which ladders are scored does not depend on the
 budget.
 
-Where memory is short of even that, only the lowest of every k of the first layers keeps its input
-(`sparse`), and all but the highest of them run forward again.
+If memory is too small for any of these, only the lowest of every k of the first layers keeps its
+input (`sparse`), and all but the highest of them run forward again.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from longctx.cost.table import INPUT, Keepable, Table, load
 from longctx.settings import Offload
 
 MOST = 32
-"""At most so many counts of layers are tried: all of them, else every second, third, and so on."""
+"""At most this many counts of layers are tried: all of them, else every second, third, and so
+on."""
 
 
 Sets = tuple[Names, ...]
-"""What layers keep, by their kind."""
+"""The sets that layers keep, by their kind."""
 Stretch = tuple[tuple[Keep, ...], int]
-"""What consecutive layers keep, by their kind, and how many layers they are."""
+"""The sets that consecutive layers keep, by their kind, and the number of these layers."""
 
 
 class Choice(NamedTuple):
-    """What a layer of one kind may keep for backward, and whether it runs forward again then."""
+    """The set that a layer of one kind may keep, and whether it then runs forward again."""
 
     kind: int
     keep: Keep
@@ -46,12 +47,12 @@ class Choice(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """C ladders. What each layer does is an index into `choices`."""
+    """C ladders. The choice of each layer is an index into `choices`."""
 
     choices: list[Choice]
     layers: Any  # (C, layers)
     numbers: Any  # (C, choices)
-    """How many layers of a ladder have each choice."""
+    """The number of a ladder's layers that have each choice."""
 
     @classmethod
     def of(cls, ladders: Iterable[Iterable[Stretch]], of_layer: Sequence[int]) -> Candidates:
@@ -60,6 +61,8 @@ class Candidates(NamedTuple):
         ids: dict[Choice, int] = {}
         everywhere: dict[tuple[Keep, ...], bytes] = {}
         rows: dict[bytes, None] = {}
+        # Rows are bytes of uint16: a dict drops equal ladders, and a stretch is a slice of the row
+        # that has its choice everywhere.
         width = np.uint16().itemsize
         for ladder in ladders:
             row, at = b"", 0
@@ -77,6 +80,7 @@ class Candidates(NamedTuple):
         bare = np.array([INPUT not in choice.keep.kept for choice in made])
         if bare.any():
             layers = layers.copy()
+            # The second half of `made` has the choices of layers that run forward again.
             layers[:, :-1] += bare[layers[:, 1:]] * np.uint16(len(ids))
             made += [choice._replace(twice=True) for choice in ids]
         numbers = np.stack([(layers == k).sum(axis=1) for k in range(len(made))], axis=1)
@@ -89,8 +93,8 @@ class Candidates(NamedTuple):
 
     @classmethod
     def bare(cls, of_layer: Sequence[int]) -> Candidates:
-        """Makes one candidate whose layers keep nothing, and of which none runs forward again: less
-        than any ladder takes."""
+        """Makes one candidate whose layers keep nothing, and of which none runs forward again. It
+        takes less time and memory than any ladder."""
         kinds = [Choice(kind, Keep(NOTHING)) for kind in range(1 + max(of_layer))]
         layers = np.array([of_layer], np.uint16)
         return cls(kinds, layers, np.bincount(layers[0])[None])
@@ -103,7 +107,7 @@ class Candidates(NamedTuple):
 
 
 def sets(kinds: Sequence[Table], rates: Rates) -> tuple[Sets, ...]:
-    """Returns the sets that layers may keep, the smallest first. Each adds to the ones before the
+    """Returns the sets that layers may keep, the smallest first. Each adds to the set before it the
     keepable that spares most seconds per byte. Kinds of layers take turns: none gets its second
     keepable before all have their first. A keepable that spares nothing is in no set."""
 
@@ -133,8 +137,8 @@ def sets(kinds: Sequence[Table], rates: Rates) -> tuple[Sets, ...]:
 def candidates(
     of_layer: tuple[int, ...], kept: tuple[Sets, ...], offload: Offload, asked: Sets | None = None
 ) -> Candidates:
-    """Returns all ladders that are scored, for layers of these kinds: of the sets `kept`, or with
-    one set if that was asked for."""
+    """Returns all ladders that are scored, for layers of these kinds: with the sets `kept`, or with
+    `asked` alone."""
     layers = len(of_layer)
     every = {"none": [0], "all": [layers - 1], "auto": [*range(layers)]}[offload]
     counts = every[:: -(-len(every) // MOST)]
@@ -170,7 +174,7 @@ def usual(kept: tuple[Sets, ...]) -> list[Sets]:
 def _free(
     layers: int, kept: tuple[Sets, ...], counts: Iterable[int], offload: Offload
 ) -> Iterator[list[Stretch]]:
-    """Yields the ladders of --keep auto. `kept` are sets, each with one keepable more than the one
+    """Yields the ladders of --keep auto. Each of the sets `kept` has one keepable more than the one
     before."""
     least, most, short = kept[0], kept[-1], usual(kept)
     step = -(-layers // MOST)
@@ -212,7 +216,7 @@ def _between(
 
 
 PERIODS = (2, 3, 4, 6, 8, 12, 16)
-"""The numbers of layers of which the lowest alone keeps its input."""
+"""The numbers of consecutive layers of which only the lowest keeps its input."""
 FEWER = 16
 """For each of them, at most so many counts of the first layers are tried."""
 LAST = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -222,12 +226,13 @@ LAST = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
 @lru_cache(maxsize=16)
 def sparse(of_layer: tuple[int, ...], kept: tuple[Sets, ...], offload: Offload) -> Candidates:
     """Returns the ladders in which only the lowest of every k of the first layers keeps its input,
-    and those above them keep it, or what they usually keep. The last layers do that on the GPU."""
+    and the layers above them keep it, or their usual set. The last layers keep this on the GPU."""
     return Candidates.of(_sparse(len(of_layer), kept, offload), of_layer)
 
 
 def _sparse(layers: int, kept: tuple[Sets, ...], offload: Offload) -> Iterator[list[Stretch]]:
-    """Yields them: every k-th of the first layers, those between, and the last ones."""
+    """Yields the ladders of `sparse`: every k-th of the first layers, those between, and the last
+    ones."""
     least, most = kept[0], usual(kept)[0]
     places = {"none": (False,), "all": (True,), "auto": (True, False)}[offload]
     lasts = (1,) if offload == "all" else LAST
@@ -247,6 +252,6 @@ def _sparse(layers: int, kept: tuple[Sets, ...], offload: Offload) -> Iterator[l
 
 
 def _cut(stretches: Sequence[Stretch], layers: int) -> list[Stretch]:
-    """Returns the first `layers` of two stretches, of which the first has one layer."""
+    """Returns the first `layers` layers of two stretches, of which the first has one layer."""
     (one, _), (rest, _) = stretches
     return [(one, min(1, layers)), (rest, max(0, layers - 1))]

@@ -62,7 +62,7 @@ class Clipping:
         return _scaled(sums[start:stop], self.factor(slot, grad))
 
     def squares_of_held(self, held: Held) -> Tensor:
-        """Returns the square sums of a held gradient."""
+        """Returns the square sums of a held gradient, measured again if it is on a device."""
         if held.here is not None:
             held.squares = square_sums(held.here.to(self.device).contiguous(), self.chunk)
         assert held.squares is not None

@@ -32,10 +32,12 @@ class EachChoice:
 
     @cached_property
     def on_gpu(self) -> Any:  # (choices,)
+        """The bytes that the layer keeps on the GPU."""
         return self.count(lambda layer, keep: layer.kept_bytes(keep.on_gpu))
 
     @cached_property
     def on_host(self) -> Any:  # (choices,)
+        """The bytes that the layer keeps on the host."""
         return self.count(lambda layer, keep: layer.kept_bytes(keep.hosted))
 
     @cached_property
@@ -47,7 +49,8 @@ class EachChoice:
         return self._working("backward")
 
     def _working(self, phase: Phase) -> Any:
-        """Returns the bytes that a layer adds while it computes, less what it keeps on the GPU."""
+        """Returns the bytes that a layer adds while it computes, less those that it keeps on the
+        GPU."""
 
         def added(layer: Table, keep: Keep) -> float:
             return sum(layer.working(phase, keep.kept).values()) + made_bytes(layer, keep)
@@ -56,18 +59,18 @@ class EachChoice:
 
     @cached_property
     def again(self) -> Load:
-        """What backward of the layer recomputes."""
+        """The works that backward of the layer recomputes."""
         each = zip(self.choices, self.twice, strict=True)
         return stacked([load(layer.again(keep.kept, twice=twice)) for (layer, keep), twice in each])
 
     @cached_property
     def raised(self) -> Any:  # (choices,)
-        """The bytes that a layer adds on the GPU if it runs forward again, by choice."""
+        """The bytes that a layer adds on the GPU if it runs forward again."""
         return self.count(raised_bytes) * self.twice
 
     @cached_property
     def hosted(self) -> Hosted:
-        """What the layer keeps on the host."""
+        """The activations that the layer keeps on the host."""
 
         def total(which: Callable[[Keepable], bool]) -> Any:
             return self.count(
@@ -93,20 +96,21 @@ class EachChoice:
 
 
 class Counted:
-    """The bytes and FLOPs of candidates, of one model, batch and cut."""
+    """The bytes and FLOPs of candidates, for one model, batch and cut."""
 
     def __init__(self, found: Candidates, tables: Tables, each: EachChoice | None = None) -> None:
         self.found, self.tables = found, tables
         self.each = each or EachChoice(found.choices, tables.kinds)
 
     def some(self, which: Any) -> Counted:
+        """Returns the count of some of the candidates."""
         if len(which) == len(self.found.layers):
             return self
         return Counted(self.found.some(which), self.tables, self.each)
 
     @cached_property
     def on_gpu(self) -> Any:  # (C,)
-        """Saved activations of all layers, when forward ends."""
+        """Saved activations of all layers on the GPU, when forward ends."""
         return self.found.numbers @ self.each.on_gpu
 
     @cached_property
@@ -129,18 +133,19 @@ class Counted:
     @property
     def _raised_below(self) -> Any:  # (C, layers)
         """The bytes on the GPU that layers have added by running forward again when the backward of
-        a layer above them begins; by candidate and by that layer."""
+        a layer above them begins, by that layer."""
         layers = self.found.layers
         raised = self.each.raised[layers]
         before = np.cumsum(raised, axis=1) - raised
-        # Those of the layers below the lowest of its own have gone, or are still to come.
+        # Only layers from the nearest below that keeps its input count: those further down have
+        # not run again yet.
         own = ~self.each.bare[layers]
         return before - np.maximum.accumulate(np.where(own, before, 0), axis=1)
 
     @cached_property
     def again_layers(self) -> Any:  # (C, layers)
-        """Whether a layer's weights come up once more: it or one below runs forward again. None if
-        no layer does."""
+        """Whether a layer's weights are copied up once more, since it or one below runs forward
+        again. None if no layer does."""
         either = self.each.twice | self.each.bare
         return either[self.found.layers] if either.any() else None
 
@@ -154,12 +159,12 @@ class Counted:
 
     @cached_property
     def again(self) -> Load:
-        """What backward of all layers recomputes."""
+        """The works that backward of all layers recomputes."""
         return self.each.again.each(lambda numbers: self.found.numbers @ numbers)
 
     @cached_property
     def hosted(self) -> Hosted:
-        """The totals of all layers."""
+        """The activations that all layers keep on the host."""
         each, numbers = self.each.hosted, self.found.numbers
         summed = {name: numbers @ getattr(each, name) for name in ("nbytes", "layers", "first")}
         return each._replace(**summed, numbers=numbers)

@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 class Lane:
-    """A CUDA stream. On the CPU its work is done at once, and there is nothing to wait for."""
+    """A CUDA stream for copies or updates."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def after(self, *marks: Any) -> Iterator[None]:
-        """A context whose work starts when all the marks are reached."""
+        """Returns a context whose work starts when all the marks are reached."""
         if self.stream is None:
             yield
             return
@@ -60,12 +60,13 @@ class Compute:
 
 
 class RingSlot:
-    """A buffer of the ring: room on the GPU for what a piece has on the host."""
+    """A buffer of the ring: room on the GPU for the parts of a piece that wait on the host."""
 
     def __init__(self, numel: int, compute: Compute) -> None:
         self._words = torch.empty(4, numel, dtype=torch.float32, device=compute.device)
         self.free: Any = compute.mark()
-        """Marks when the previous piece, or the previous owner of the memory, is done."""
+        """The mark after which the buffer may be written: that of the previous piece or owner."""
 
     def part(self, row: int, like: Tensor) -> Tensor:
+        """Returns the room of a row of the slot for a tensor of this size and dtype."""
         return self._words[row].view(like.dtype)[: like.numel()]

@@ -4,14 +4,14 @@
     p = p - lr wd p - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
 
 AdamW: Loshchilov and Hutter 2019, arXiv 1711.05101. One step is that of torch's fp32 AdamW, for
-bf16 weights too: the remainder beside each holds the rest of its fp32 master (kernels/adamw.py).
-A loop may do to it whatever torch's AdamW allows; docs/states.md has a table of this.
+bf16 weights too: each has a remainder, the rest of its fp32 master (kernels/adamw.py). A loop may
+do with this optimizer what torch's AdamW allows; docs/states.md has a table of this.
 
-Updates are lazy, which nobody can see. `step` updates at once what lives on the GPU. What lives on
-the host is updated just before its block's next forward, while the blocks before it compute, with
-the learning rate, norm and gradients of the finished step. The values are those of an immediate
-update. `flush` ends what is outstanding. Whoever touches such a weight, gradient or state other
-than through a module's forward calls it without knowing (guard.py).
+Updates are lazy, which no other code can tell. `step` updates at once what lives on the GPU. What
+lives on the host is updated just before its block's next forward, while the blocks before it
+compute, with the learning rate, norm and gradients of the finished step. The values are those of an
+immediate update. `flush` ends what is outstanding; any access to such a weight, gradient or state
+other than through a module's forward calls it (guard.py).
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ Given = list[tuple[nn.Parameter, dict[str, Any]]]
 
 
 class Prepared(NamedTuple):
-    """A step of parameters on the GPU that only has to be launched."""
+    """A step of parameters on the GPU that can be launched without further work on the host."""
 
     given: Given
     facts: list[Any]
+    """What the step depends on (`ExactAdamW._facts`); it is launched only if this still holds."""
     places: list[Slot]
     launch: Launch
     holds: list[Any]
-    """The tensors that it reads."""
+    """The tensors that the step reads, which stay alive until it was launched."""
 
 
 class ExactAdamW(HoldsStates):
@@ -84,12 +85,12 @@ class ExactAdamW(HoldsStates):
         self._strangers = [p for p in blocks if p not in mine and isinstance(p, nn.Parameter)]
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter is in one of its blocks, trained or not."""
+        """Whether the parameter, trained or not, is in a block of this optimizer."""
         return any(p is parameter for block in self.stream.blocks for p in block.parameters)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch's optimizers do. The states of a parameter that was frozen when
-        the model was placed, or that is new, are made on the GPU.
+        """Adds a group, as torch's optimizers do. The states of a parameter that is new, or that
+        was frozen when the model was placed, are made on the GPU.
 
         Raises ValueError for a parameter that is frozen, or whose weights wait on the host without
         states, and for options that exact AdamW does not have.
@@ -108,6 +109,7 @@ class ExactAdamW(HoldsStates):
         self._strangers = [p for p in self._strangers if all(p is not q for q in tensors)]
 
     def _check_new(self, parameter: Any) -> None:
+        """Raises ValueError for a parameter that cannot get states."""
         if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
             shape = tuple(getattr(parameter, "shape", ()))
             raise ValueError(
@@ -125,6 +127,7 @@ class ExactAdamW(HoldsStates):
             raise ValueError(f"exact AdamW trains bfloat16 or float32, not {parameter.dtype}")
 
     def _add_block(self, parameter: nn.Parameter) -> None:
+        """Makes a block on the GPU for a parameter that has no states."""
         names = {p: n for b in self.stream.blocks for n, p in b.spec.parameters.items()}
         number = len(self.stream.blocks)
         name = names.get(parameter, f"added.{number}")
@@ -150,6 +153,7 @@ class ExactAdamW(HoldsStates):
             with torch.enable_grad():
                 loss = closure()
         begun, self._begun = self._begun, None
+        # `begin` has launched this step already.
         if begun is not None:
             self._count(begun.given, begun.places)
             self.gradients.end()
@@ -178,9 +182,9 @@ class ExactAdamW(HoldsStates):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Does what the next step needs no new numbers for, while the GPU is still busy: if nothing
-        changes until then, the step has a kernel to launch. Does nothing where states wait on the
-        host."""
+        """Prepares the next step while the GPU is still busy: all that needs no new numbers. If
+        nothing changes until then, the step only launches a kernel. Does nothing where states wait
+        on the host."""
         self._prepared = None
         given = self._given()
         places = [self._checked_place(parameter) for parameter, _ in given]
@@ -194,10 +198,10 @@ class ExactAdamW(HoldsStates):
 
     @torch.no_grad()
     def begin(self, guard: Tensor) -> None:  # () fp32
-        """Launches the next step while the host does not know yet whether its gradients are finite:
-        the GPU updates nothing unless `guard` is 0. `step` counts the update, and `zero_grad`
-        forgets it. The caller vouches that nobody touches a weight, gradient, state or option until
-        then. Does nothing where states wait on the host."""
+        """Launches the next step before the host knows whether its gradients are finite: the GPU
+        updates nothing unless `guard` is 0. `step` then counts the update, or `zero_grad` forgets
+        it. Until then the caller must keep weights, gradients, states and options from changing.
+        Does nothing where states wait on the host."""
         self._check_strangers()
         self.prepare()
         self._begun, self._prepared = self._prepared, None
@@ -207,7 +211,7 @@ class ExactAdamW(HoldsStates):
 
     @property
     def can_begin(self) -> bool:
-        """Whether nobody asked to be called before or after its steps."""
+        """Whether no hook asks to be called before or after its steps."""
         before = (self._optimizer_step_pre_hooks, _global_optimizer_pre_hooks)
         after = (self._optimizer_step_post_hooks, _global_optimizer_post_hooks)
         return not any(before) and not any(after)
@@ -217,8 +221,8 @@ class ExactAdamW(HoldsStates):
         super().zero_grad(set_to_none)
 
     def _facts(self, given: Given) -> list[Any]:
-        """Returns all that a prepared step depends on: where weights and gradients are, whether
-        somebody has written these, the options of groups, and the counts of steps."""
+        """Returns all that a prepared step depends on: where weights and gradients are, the
+        versions of the gradients, the options of groups, and the counts of steps."""
         here = [
             (id(p), p.data_ptr(), id(g), g.data_ptr(), g._version)
             for p, _ in given
@@ -228,7 +232,7 @@ class ExactAdamW(HoldsStates):
         return [here, groups, [block.counts.tolist() for block in self.stream.blocks]]
 
     def _end_seen_updates(self) -> None:
-        """Ends updates that others would see to be late."""
+        """Ends outstanding updates, since other code holds a view that would show they are late."""
         if not self._said_seen and any(b.update is not None for b in self.stream.blocks):
             self._said_seen = True
             print_rank0(
@@ -238,8 +242,8 @@ class ExactAdamW(HoldsStates):
         self.stream.flush()
 
     def _checked_place(self, parameter: nn.Parameter) -> Slot:
-        """Raises UserError for a parameter without states, and ValueError for one that has changed
-        since they were made."""
+        """Returns the parameter's block and its number there. Raises UserError for a parameter
+        without states, and ValueError for one that has changed since they were made."""
         block, i = place = self._place(parameter)
         if parameter.dtype is not block.dtypes[i] or parameter.numel() != block.numels[i]:
             raise ValueError(
@@ -250,8 +254,8 @@ class ExactAdamW(HoldsStates):
         return place
 
     def _update(self, given: Given, places: Sequence[Slot]) -> None:
-        """Updates the parameters whose block is on the GPU, all at once, and notes the steps of the
-        others. Options are those that their groups have now."""
+        """Updates the parameters whose block is on the GPU, all in one launch, and notes the steps
+        of the others. Options are those that the groups have now."""
         rows = self._rows(given, places, self._count(given, places))
         late = [(p, row) for p, row in zip(places, rows, strict=True) if not p[0].place.all_on_gpu]
         for place, (_, _, grad, options, scale) in late:
@@ -262,7 +266,7 @@ class ExactAdamW(HoldsStates):
                 adamw_many_(*zip(*now, strict=True))
 
     def _count(self, given: Given, places: Sequence[Slot]) -> list[int]:
-        """Counts an update of each parameter, and returns their numbers."""
+        """Counts an update of each parameter, and returns the new counts."""
         for (parameter, _), (block, i) in zip(given, places, strict=True):
             if parameter not in self.counts:
                 self.counts[parameter] = block.counts[i]
@@ -274,8 +278,8 @@ class ExactAdamW(HoldsStates):
         places: Sequence[Slot],
         counts: Sequence[int],
     ) -> list[tuple[Any, ...]]:
-        """The arguments of `adamw_many_` of each parameter; of one that is updated later without
-        its states."""
+        """Returns the arguments of `adamw_many_` for each parameter, without states for one that is
+        updated later."""
         made: dict[tuple[int, int], Options] = {}
         rows = []
         for (parameter, group), place, count in zip(given, places, counts, strict=True):
@@ -295,7 +299,7 @@ class ExactAdamW(HoldsStates):
         block, i = place
         shown = block.parameters[i].grad
         assert shown is not None
-        if grad is shown:  # which is guarded from now on
+        if grad is shown:  # the shown one is guarded from now on; the update reads another
             with unguarded():
                 grad = grad.detach()
         block.update = (block.update or {}) | {i: Step(grad=grad, options=options, scale=scale)}
@@ -303,7 +307,7 @@ class ExactAdamW(HoldsStates):
         block.close(self.stream.settle)
 
     def _check_strangers(self) -> None:
-        """Warns of gradients that no group has. torch's AdamW would not use them either, but it
+        """Warns of gradients that belong to no group. torch's AdamW would ignore them, too, but it
         was given its parameters by name."""
         found = sum(p.grad is not None and p.requires_grad for p in self._strangers)
         if found:
@@ -330,8 +334,8 @@ class ExactAdamW(HoldsStates):
         return names[block.parameters[i]]
 
     def __del__(self) -> None:
-        """Ends outstanding updates, so that the weights of a model whose optimizer is gone are
-        updated."""
+        """Ends outstanding updates, so that the weights of a model are updated when its optimizer
+        is dropped."""
         stream = vars(self).get("stream")
         if sys is None:  # modules are taken apart: the interpreter ends
             return
