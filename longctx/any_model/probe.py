@@ -5,7 +5,7 @@ layers, random weights, fp32, so that the answer is the same whatever size the m
 whether its weights are there yet. A model that computes scores in a way of its own, or adds
 something to its loss, shows a difference of percents; fp32 leaves 1e-6 a layer.
 
-The specimen is on the GPU, or on the CPU with less width (any_model/narrow.py), where both
+The specimen is on the GPU, or on the CPU with less width (any_model/shrunk_config.py), where both
 questions take 0.6 s of one core for Llama-3.1-8B's sizes, 2.3 s for DeepSeek-V3's, and 4.9 s for
 those of Gemma 4 E4B, which runs with all layers only (measured).
 """
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from longctx.any_model.attention import counted_calls
 from longctx.any_model.loss import any_forward
-from longctx.any_model.narrow import narrowed
 from longctx.any_model.packed import with_short_windows
 from longctx.any_model.runtime import NAME, AnyRuntime, LossFactors
+from longctx.any_model.shrunk_config import narrowed
 from longctx.any_model.specimen import Found, Specimen, of_specimen, outline
 from longctx.errors import UserError, one_line
 from longctx.settings import PatchOptions

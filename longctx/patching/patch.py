@@ -30,7 +30,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import is_fsdp_enabled
 
-from longctx.any_model.beside import calling_trainer, models_beside
+from longctx.any_model.auxiliary_models import calling_trainer, models_beside
 from longctx.any_model.parts import attach_parts, check_family, detach_loss
 from longctx.any_model.patch import OPTIONS as OF_ANY
 from longctx.any_model.patch import patch_any, unpatch_any
