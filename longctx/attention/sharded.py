@@ -147,8 +147,8 @@ class Sharded(Attention):
         return lse.view(len(lse) // self.ranks, -1)
 
     def _own(self, sinks: Sinks | None) -> Sinks | None:
-        """Returns the sinks of this rank's heads. Other ranks have the gradients of the others, as
-        they have those of other tokens, and all are added up."""
+        """Returns the sinks of this rank's heads. Other ranks have the gradients of other heads, as
+        they have those of other tokens, and all are summed."""
         if sinks is None:
             return None
         share = len(sinks.logits) // self.ranks

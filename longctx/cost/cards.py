@@ -1,4 +1,4 @@
-"""GPUs that nobody measured here: their datasheets, and the shares of them that a step reaches.
+"""GPUs that were not measured here: their datasheets, and the shares of them that a step reaches.
 
 Peaks are those of NVIDIA's datasheets and of its whitepapers on the architectures Ampere, Ada and
 RTX Blackwell: FP16 or BF16 tensor TFLOP/s with FP32 accumulate, without sparsity, which on GeForce

@@ -218,7 +218,7 @@ def _between(
 PERIODS = (2, 3, 4, 6, 8, 12, 16)
 """The numbers of consecutive layers of which only the lowest keeps its input."""
 FEWER = 16
-"""For each of them, at most so many counts of the first layers are tried."""
+"""At most this many counts of the first layers are tried for each period."""
 LAST = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Counts of the last layers, which keep on the GPU what layers usually keep."""
 
