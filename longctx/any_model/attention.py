@@ -71,7 +71,9 @@ def longctx_attention(
         given = dict(scaling=scaling, dropout=dropout, **options)
         given |= {n: x for n, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None}
         return _theirs(module, query, key, value, attention_mask, **given)
-    unknown = {n for n, x in options.items() if n not in _HARMLESS and not _says_nothing(x)}
+    unknown = {
+        n for n, x in options.items() if n not in _HARMLESS and x is not None and x is not False
+    }
     if dropout:
         unknown.add("dropout")
     if unknown:
@@ -121,10 +123,6 @@ def _theirs(
         least = torch.finfo(query.dtype).min
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, least)
     return own(module, query, key, value, mask, **given)
-
-
-def _says_nothing(value: Any) -> bool:
-    return value is None or value is False
 
 
 @cache

@@ -19,7 +19,6 @@ from longctx.cost.fitted import (
 )
 from longctx.cost.peak import Tables
 from longctx.cost.seconds import Numbers
-from longctx.cost.sizes import Sizes
 from longctx.cost.table import Phase
 
 PHASES: tuple[Phase, ...] = ("forward", "backward")
@@ -57,18 +56,15 @@ def together(computed_s: Numbers, launched_s: float) -> Numbers:
     return (computed_s**3 + launched_s**3) ** (1 / 3)
 
 
-def layer_gradients(sizes: Sizes) -> int:
-    """Returns the bytes of the gradients of all layers."""
-    # The embedding and lm_head stay outside the graphs.
-    ends = sizes.vocab * sizes.hidden * (1 if sizes.tied else 2) * sizes.trains_head
-    return max(0, sizes.trained - ends) * sizes.itemsize
-
-
 def graph_bytes(tables: Tables) -> int:
     """Returns the bytes that a step with CUDA graphs takes more than an eager one."""
+    sizes = tables.sizes
+    # The embedding and lm_head stay outside the graphs, and so do their gradients.
+    ends = sizes.vocab * sizes.hidden * (1 if sizes.tied else 2) * sizes.trains_head
+    gradients = max(0, sizes.trained - ends) * sizes.itemsize
     works = [kind.working(phase) for kind in tables.kinds for phase in PHASES]
     layer = max(sum(buffers.values()) for buffers in works)
     loss = sum(tables.loss.during("loss").values())
     # Eagerly the loss reuses the memory in which layers compute. A graph's pool stays, so that both
     # exist at once: the sum instead of the maximum, which is the smaller one more.
-    return layer_gradients(tables.sizes) + min(layer, loss)
+    return gradients + min(layer, loss)

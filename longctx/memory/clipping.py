@@ -28,10 +28,10 @@ class Clipping:
     def __init__(self, device: torch.device, chunk: int) -> None:
         """`chunk` is the number of elements of which squares are summed in fp32."""
         self.device, self.chunk = device, chunk
-        self._measured: dict[Slot, tuple[Tensor, int, int]] = {}
+        self.measured: dict[Slot, tuple[Tensor, int, int]] = {}
         """Square sums of the gradients that are not held, as `norm` last measured them: the sums of
         all of them, and the first and last index of this gradient's."""
-        self._clipped: dict[Slot, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self.clipped: dict[Slot, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         """Gradients in 16 bits that `scale` left unchanged: their version then, and their
         factor."""
 
@@ -51,14 +51,14 @@ class Clipping:
         here = [grad.to(self.device).contiguous() for grad in grads.values()]
         sums, starts = many_square_sums(here, self.chunk)
         for slot, start, stop in zip(grads, starts, starts[1:], strict=False):
-            self._measured[slot] = sums, start, stop
+            self.measured[slot] = sums, start, stop
         return sums
 
     def _squares_of(self, slot: Slot, grad: Tensor) -> Tensor:
         """Returns the square sums of a gradient, which was measured if it is not held."""
         if isinstance(grad, HeldGradient):
             return grad.held.gradients.squares_of(grad.held)
-        sums, start, stop = self._measured[slot]
+        sums, start, stop = self.measured[slot]
         return _scaled(sums[start:stop], self.factor(slot, grad))
 
     def squares_of_held(self, held: Held) -> Tensor:
@@ -74,14 +74,10 @@ class Clipping:
         if isinstance(grad, HeldGradient):
             held = grad.held
             return held.gradients.squares_of(held) if held.squares is None else held.squares
-        if slot not in self._measured:
+        if slot not in self.measured:
             self._measure({slot: grad})
-        sums, start, stop = self._measured[slot]
+        sums, start, stop = self.measured[slot]
         return sums[start:stop]
-
-    def forget_measured(self, slot: Slot) -> None:
-        """Drops the square sums of a gradient to which a batch was added."""
-        self._measured.pop(slot, None)
 
     def scale(
         self, grads: Mapping[Slot, Tensor], factor: Tensor, is_seen: Callable[[Tensor], bool]
@@ -97,28 +93,24 @@ class Clipping:
             else:
                 earlier = self.factor(slot, grad)
                 product = factor if earlier is None else earlier * factor
-                self._clipped[slot] = weakref.ref(grad), grad._version, product
+                self.clipped[slot] = weakref.ref(grad), grad._version, product
         for device, some in at_once.items():
             torch._foreach_mul_(some, factor.to(device))
 
     def factor(self, slot: Slot, grad: Tensor) -> Tensor | None:
         """Returns the factor by which the update multiplies a gradient that is not held, fp32, ();
         None for 1."""
-        reference, version, factor = self._clipped.get(slot, (None, 0, None))
+        reference, version, factor = self.clipped.get(slot, (None, 0, None))
         if reference is None or reference() is not grad:
             return None
         if grad._version != version:
-            del self._clipped[slot]
+            del self.clipped[slot]
             if not grad.any():  # zero_grad(set_to_none=False)
                 return None
             raise RuntimeError(
                 "a gradient was changed after optimizer.clip: change gradients first, clip last"
             )
         return factor
-
-    def forget_factor(self, slot: Slot) -> None:
-        """Drops a factor that was applied."""
-        del self._clipped[slot]
 
 
 def _scaled(squares: Tensor, factor: Tensor | None) -> Tensor:

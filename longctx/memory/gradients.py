@@ -145,7 +145,7 @@ class WatchedGradients:
             _make_wide(grad)
             if factor is not None:
                 grad.mul_(factor.to(grad.device))
-                self._clipping.forget_factor(slot)  # the sum that follows is no change by others
+                del self._clipping.clipped[slot]  # the sum that follows is no change by others
 
     def _arrive(self, slot: Slot) -> None:
         """Takes a gradient after autograd has written `parameter.grad` or added to it."""
@@ -159,7 +159,7 @@ class WatchedGradients:
         if grad.layout != torch.strided:
             raise RuntimeError("exact AdamW takes no sparse gradients: use sparse=False")
         self._settle_block(block)
-        self._clipping.forget_measured(slot)
+        self._clipping.measured.pop(slot, None)
         leaves = self._leaves(block, grad)
         if block.sums and not leaves:
             _make_wide(grad)
