@@ -110,6 +110,8 @@ def exact_adamw(
         device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
         world_size=dist.get_world_size() if dist.is_initialized() else 1,
     )
+    # Losses of other libraries read lm_head's weight without calling lm_head, whose hooks would
+    # bring the weight to the GPU.
     stream = place_states(model, request, tokens, head_movable=False)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.dim() > 1]},

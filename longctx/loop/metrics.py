@@ -73,6 +73,7 @@ def attended(
     )
     for (columns, window), layers in found.items():
         seen = position_ids if window is None else position_ids.clamp(max=window - 1)
+        # A document of 3 tokens has 1 + 3 + 5 = 3^2; with a window of 2 tokens 1 + 3 + 3.
         keys = 2 * seen + 1
         total += columns * layers * (keys if real is None else keys * real).sum()
     return total

@@ -93,6 +93,7 @@ def place_states(
     dtype, on_gpu = next(model.parameters()).dtype, args.device.type == "cuda"
     print_rank0(describe_states(decided, dtype, on_gpu=on_gpu))
     if several:
+        # This replaces DDP, which also makes all processes begin with the first one's weights.
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.data, 0)
     store = patched.longctx.store if patched else inputs.store if inputs else None

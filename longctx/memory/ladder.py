@@ -226,6 +226,8 @@ def _best(step: Step, counted: Counted, placed: Levels, budget: Budget) -> tuple
     step_s = _seconds(step, left, traffic).step
     shown = displayed(step_s)
     kept = counted.on_gpu[some]
+    # lexsort sorts by its last key first: displayed seconds, bytes on the host, bytes kept on the
+    # GPU, exact seconds.
     k = int(np.lexsort((step_s, kept, host[some], shown))[0])
     i = int(some[k])
     chosen = Chosen(

@@ -301,6 +301,8 @@ class Levels:
         sharing = away["grad"] & shares
         moved = moved - sharing * self._bytes("grad")
         some = np.logical_or.reduce([away[kind] for kind in KINDS])
+        # Up to five tensors of a block are rounded up, as in `HostRoom`: the run may need no byte
+        # more.
         states = (whole_lines(moved) + some * 4 * LINE).sum(axis=1)
         return states, self.layers - sharing.sum(axis=1)
 

@@ -19,6 +19,7 @@ from longctx.cost.peak import LIBRARY_BYTES, Buffers, Phase
 
 def usable_bytes(free: int) -> int:
     """Returns the part of free GPU memory that a plan may fill."""
+    # Of 139 GiB 2.1 are spared, of 24 GiB 0.375, of 8 GiB 0.25.
     return free - int(max(GPU_SPARE * free, min(GPU_SPARE_BYTES, GPU_MOST_SPARED * free)))
 
 

@@ -91,6 +91,8 @@ class BlockSpec:
     @property
     def parts(self) -> list[Part]:
         """The block's weights, trained ones first."""
+        # The sort is stable and puts frozen weights last, so that one slice (`Block.frozen`) is
+        # never copied down.
         ordered = sorted(self.parameters.values(), key=lambda p: not p.requires_grad)
         return [*(Part(parameter, "data") for parameter in ordered), *self.beside]
 

@@ -119,6 +119,8 @@ class StateStream:
             )
         at = self._layers.index(block)
         top = at + above
+        # If layer 4 runs forward again for the backward of layer 6, layers 5 and 6 come next, and
+        # then 5, 4, 3, ... run backward.
         self._need(block, self._layers[at + 1 : top + 1] + self._layers[:top][::-1])
 
     def need(self, block: Block, *, last: bool = False) -> None:
