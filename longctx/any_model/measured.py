@@ -58,7 +58,7 @@ class Point(NamedTuple):
     seconds: float
     nbytes: int
 
-    def beside(self, nbytes: int) -> Point:
+    def plus_bytes(self, nbytes: int) -> Point:
         """Returns the point with other bytes added."""
         return self._replace(nbytes=self.nbytes + nbytes)
 
@@ -184,7 +184,7 @@ class _Measuring:
         with torch.enable_grad(), own_weights(layer, self._trained):
             self._passed(layer, run, args[0])  # a first run compiles, and chooses kernels
             forward, backward, out = self._passed(layer, run, args[0])
-        self.found[kind] = forward.beside(self._shared), backward.beside(self._shared)
+        self.found[kind] = forward.plus_bytes(self._shared), backward.plus_bytes(self._shared)
         return out
 
     def _passed(
@@ -198,7 +198,7 @@ class _Measuring:
         forward, out = self._spent(lambda: run(x))
         first = out if isinstance(out, Tensor) else out[0]
         # A model holds further outputs of a layer (BLOOM's scores) while the next one runs.
-        forward = forward.beside(max(0, self._memory.now() - before - first.nbytes))
+        forward = forward.plus_bytes(max(0, self._memory.now() - before - first.nbytes))
 
         def back() -> None:
             # Not to all leaves: keys and values that layers share have graphs that were freed.

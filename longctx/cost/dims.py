@@ -58,7 +58,7 @@ class Spent(NamedTuple):
     seconds: tuple[float, float] = (0.0, 0.0)
     """a and b of the T (a + b L) seconds that it takes."""
     nbytes: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """a, b and c of the a + T (b + c L) bytes of GPU memory that it needs beside the layer's
+    """a, b and c of the a + T (b + c L) bytes of GPU memory that it needs, without the layer's
     input."""
 
     def seconds_of(self, tokens: int, document: int) -> float:

@@ -176,7 +176,7 @@ def seconds(
     recomputes in all layers."""
     link = rates.link_bytes
 
-    def beside(compute: Seconds, slowest: Numbers, *copies: Numbers) -> Seconds:
+    def overlapped(compute: Seconds, slowest: Numbers, *copies: Numbers) -> Seconds:
         most = np.maximum.reduce(np.broadcast_arrays(*copies))
         slowest = np.maximum(np.maximum(compute.step, slowest), most / link)
         waits = compute.waits + slowest - compute.step
@@ -219,10 +219,10 @@ def seconds(
         arrived = _arrived(rising, left, forward.step, loss.step, link, head_start)
         up = rising[..., -1] - head_start * link
         down = hosted.nbytes + (traffic.falls_first if first else 0)
-        phases.append(_times(beside(whole, np.maximum(arrived, exchanged[0]), up, down), times))
+        phases.append(_times(overlapped(whole, np.maximum(arrived, exchanged[0]), up, down), times))
     slowest = np.maximum(backward.step + traffic.backward.alone / link, exchanged[1])
     up = traffic.backward.up + hosted.nbytes
-    phases.append(_times(beside(backward, slowest, up, traffic.backward.down), passes))
+    phases.append(_times(overlapped(backward, slowest, up, traffic.backward.down), passes))
     step = _sum(*phases)
     return step._replace(link=step.link + passes * sum(other.link for other in exchanges))
 
@@ -275,9 +275,9 @@ def activation_waits(tables: Tables, hosted: Hosted, rates: Rates) -> tuple[Numb
     tiles, link = tables.tiles, rates.link_bytes
     # The layer above may be of another kind than the one that waits: the sum changes little.
     ends_s = [priced(load(layer.finishing), rates).step for layer in tables.kinds]
-    beside = hosted.layers @ np.array(ends_s) * (tiles - 1)
+    overlap_s = hosted.layers @ np.array(ends_s) * (tiles - 1)
     down = hosted.numbers @ _falling_waits(tables, hosted.falling, rates)
-    return down, np.maximum(0, hosted.first / link - beside) / tiles
+    return down, np.maximum(0, hosted.first / link - overlap_s) / tiles
 
 
 def _falling_waits(tables: Tables, falling: Falling, rates: Rates) -> Any:  # (choices,)

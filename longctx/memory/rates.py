@@ -238,7 +238,7 @@ def _over_the_link(device: torch.device, nbytes: int) -> tuple[Callable[[], None
     """Returns three works: copies up, down, and both at once."""
     host_up, host_down = (torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2))
     gpu_up, gpu_down = (torch.zeros_like(host_up, device=device) for _ in range(2))
-    here, beside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    here, other = torch.cuda.current_stream(device), torch.cuda.Stream(device)
 
     def up() -> None:
         gpu_up.copy_(host_up, non_blocking=True)
@@ -247,11 +247,11 @@ def _over_the_link(device: torch.device, nbytes: int) -> tuple[Callable[[], None
         host_down.copy_(gpu_down, non_blocking=True)
 
     def both() -> None:
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
+        other.wait_stream(here)
+        with torch.cuda.stream(other):
             down()
         up()
-        here.wait_stream(beside)
+        here.wait_stream(other)
 
     return up, down, both
 
