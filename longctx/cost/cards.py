@@ -48,8 +48,8 @@ host's memory moves 384e9 for both directions together."""
 
 
 class Shares(NamedTuple):
-    """What matmuls and attention reach in a training step, as shares of a chip's dense bf16 peak
-    with sums in fp32."""
+    """The shares of a chip's dense bf16 peak, with sums in fp32, that matmuls and attention reach
+    in a training step."""
 
     matmul: float
     attention: Mapping[str, tuple[float, float]]

@@ -48,8 +48,8 @@ class Mixed(NamedTuple):
     graph: float
     """Elements per token that autograd saves for backward, as a multiple of `columns`."""
     besides: tuple[float, float]
-    """What a mixer computes apart from its linear layers, in forward and in backward: the FLOPs of
-    matmuls that take as long, per token and per column of `columns`."""
+    """The cost of what a mixer computes apart from its linear layers, in forward and in backward:
+    FLOPs of matmuls that take as long, per token and per column of `columns`."""
 
 
 class Spent(NamedTuple):

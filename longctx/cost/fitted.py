@@ -138,7 +138,7 @@ class Peer:
     moves: tuple[float, float]
     """Elements that a layer's forward reads and writes (h200_layer.json)."""
     more: float
-    """What backward reads and writes apart from the recomputed forward, divided by `moves`."""
+    """The traffic of backward apart from the recomputed forward, divided by `moves`."""
 
 
 PEERS = {

@@ -124,8 +124,8 @@ class Images:
 
     @property
     def forwards(self) -> int:
-        """How often the tower runs forward in a step: twice if it is trained in several groups,
-        whose forwards are recomputed in backward."""
+        """The number of the tower's forwards for a batch: two if it is trained in several groups,
+        which are recomputed in backward."""
         return 1 + (self.trained and self.groups > 1)
 
     # --- FLOPs and seconds -----------------------------------------------------------------------

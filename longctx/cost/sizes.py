@@ -50,7 +50,8 @@ LEAST_LOGITS_BYTES = 2**28
 
 
 class Cut(NamedTuple):
-    """How the work on a batch is cut. Larger pieces are faster and need more memory."""
+    """The pieces in which the work on a batch runs. Larger pieces are faster and need more
+    memory."""
 
     tile_tokens: int
     """Tokens of a tile of the MLP."""

@@ -45,7 +45,8 @@ class Prepared(NamedTuple):
 
     given: Given
     facts: list[Any]
-    """What the step depends on (`ExactAdamW._facts`); it is launched only if this still holds."""
+    """The state that the step depends on (`ExactAdamW._facts`): it is launched only if it is
+    unchanged."""
     places: list[Slot]
     launch: Launch
     holds: list[Any]
