@@ -338,7 +338,7 @@ def adamw_(
     scale: Tensor | None = None,  # () fp32
     checksums: Tensor | None = None,  # (ceil(n / CHECKED),) int32
 ) -> None:
-    """One step on weight, its remainder and both moments, in place. Not differentiable.
+    """Makes one step on weight, its remainder and both moments, in place. Not differentiable.
 
     `scale`, a number on the device such as the clip factor, multiplies the
     gradient; None is 1. All (n,) tensors are contiguous and may be views into larger buffers.

@@ -73,12 +73,12 @@ class States:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The weight's."""
+        """The dtype of the weight."""
         return torch.float32 if self.remainder is None else torch.bfloat16
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
-        """Those of the four tensors; 0 for None."""
+        """The addresses of the four tensors; 0 for None."""
         tensors = (self.exp_avg, self.exp_avg_sq, self.remainder, self.checksums)
         return tuple(0 if x is None else x.data_ptr() for x in tensors)
 

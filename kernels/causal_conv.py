@@ -41,7 +41,7 @@ def causal_conv_reference(
     weight: Tensor,  # (C, K)
     bias: Tensor | None = None,  # (C,)
 ) -> Tensor:  # (B, T, C)
-    """The first equation in plain torch, rounded once; differentiable."""
+    """Returns the first equation in plain torch, rounded once; differentiable."""
     wide = torch.promote_types(x.dtype, torch.float32)
     filters, given = weight[:, None].to(wide), None if bias is None else bias.to(wide)
     how: dict[str, Any] = dict(padding=weight.shape[1] - 1, groups=len(weight))

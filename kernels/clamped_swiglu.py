@@ -33,7 +33,7 @@ from longctx.kernels.launch import (
 
 
 class Clamped(NamedTuple):
-    """The numbers of the equations above."""
+    """The constants of the equations above."""
 
     alpha: float
     limit: float
@@ -43,7 +43,7 @@ def clamped_swiglu_reference(
     made: Tensor,  # (..., 2 F)
     clamped: Clamped,
 ) -> Tensor:  # (..., F)
-    """The product of the equations above in plain torch, rounded once; differentiable."""
+    """Returns the product of the equations above in plain torch, rounded once; differentiable."""
     wide = made.to(torch.promote_types(made.dtype, torch.float32))
     gate, up = wide[..., ::2], wide[..., 1::2]
     gate = gate.clamp(max=clamped.limit)
@@ -68,7 +68,8 @@ def _backward_reference_(
 
 @triton.jit
 def _at(blocks_per_row, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A program's rows (ROWS, 1), and its columns of `made` (1, 2 BLOCK) and of the product."""
+    """Returns a program's rows (ROWS, 1), and its columns of `made` (1, 2 BLOCK) and of the
+    product."""
     # int64: row * stride passes 2^31 at 400,000 slots of 5760.
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     first = (tl.program_id(0) % blocks_per_row) * BLOCK

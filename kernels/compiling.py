@@ -16,7 +16,7 @@ from longctx.kernels.launch import HAS_TRITON, triton
 
 
 class Notice:
-    """Where each compiler keeps its kernels, and whether it was said."""
+    """The folders in which the compilers keep kernels, and whether the line was printed."""
 
     def __init__(self) -> None:
         self.folders: dict[str, str] = {}

@@ -70,7 +70,7 @@ def cross_entropy_reference(
     softcap: float | None = None,
     lse_square_scale: float = 0.0,
 ) -> Tensor:  # (T,) fp32, or fp64 for fp64 logits
-    """The equations above in plain torch."""
+    """Returns the equations above in plain torch."""
     x = logits if logits.dtype == torch.float64 else logits.float()
     z = x if softcap is None else softcap * torch.tanh(x / softcap)
     ignored, outside = labels == IGNORE_INDEX, (labels < 0) | (labels >= z.shape[1])
@@ -98,7 +98,7 @@ def cross_entropy_reference(
 
 @triton.jit
 def cap(x, softcap):
-    """softcap * tanh(x / softcap), good to 2e-7 of the softcap"""
+    """Returns softcap * tanh(x / softcap), with an error of at most 2e-7 of the softcap."""
     return softcap * (2 * tl.sigmoid(2 * x / softcap) - 1)
 
 

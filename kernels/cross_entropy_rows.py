@@ -41,7 +41,8 @@ _IGNORED = tl.constexpr(IGNORE_INDEX)
 
 
 class Terms(NamedTuple):
-    """The terms of the loss beside the label's log-probability: smoothing, softcap, squared lse."""
+    """The terms of the loss besides the label's log-probability: smoothing, softcap, squared
+    lse."""
 
     label_smoothing: float = 0.0
     softcap: float | None = None

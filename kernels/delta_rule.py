@@ -45,7 +45,7 @@ from longctx.kernels.launch import (
 )
 
 MOST = 256
-"""The widest heads, of keys and of values."""
+"""The most columns of a head, of keys and of values."""
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -63,7 +63,7 @@ def chunk_gradients_reference(
     chunk: int,
     bounds: Tensor | None = None,  # (documents + 1,)
 ) -> Gradients:
-    """The equations above in plain torch, of each document by itself."""
+    """Returns the equations above in plain torch, one document at a time."""
     if bounds is not None:
         tokens = q, k, v, do, dv, b
         return _of_documents(bounds.tolist(), tokens, (h, dh), scale, chunk)
@@ -115,7 +115,7 @@ def _chunks(x: Tensor, chunk: int) -> Tensor:  # (B, T, G, D) -> (B, chunks, G, 
 
 @triton.jit
 def _values(x_ptr, start, of_v, real, V):
-    """Some columns of a chunk's values, (CHUNK, BLOCK_V)."""
+    """Returns some columns of a chunk's values, (CHUNK, BLOCK_V)."""
     mask = real[:, None] & (of_v < V)
     return tl.load(x_ptr + start[:, None] + of_v, mask=mask, other=0.0)
 
@@ -229,7 +229,8 @@ def chunk_gradients(
     chunk: int,
     bounds: Tensor | None = None,  # (documents + 1,) of integers
 ) -> Gradients:  # dq, dk (B, T, H, K), dw (B, T, G, K), db (B, T, G) fp32
-    """The gradients of q, k, w and of b as a natural logarithm, in all chunks. Not differentiable.
+    """Returns the gradients of q, k, w and of b as a natural logarithm, in all chunks. Not
+    differentiable.
 
     A head of q and k may serve several ones of v. `chunk` is a power of two from 16; the last
     chunk of a row may be shorter. With `bounds` there is one row, and its documents begin there;

@@ -59,12 +59,12 @@ class Divergence(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, dtype: torch.dtype, device: torch.device) -> Divergence:
-        """Room for the values of so many rows."""
+        """Returns room for the values of `rows` rows."""
         return cls(*(torch.empty(rows, dtype=dtype, device=device) for _ in range(4)))
 
 
 class How(NamedTuple):
-    """The options of a divergence, the same for all rows."""
+    """The options of a divergence, which all rows share."""
 
     beta: float
     temperature: float = 1.0
@@ -73,7 +73,7 @@ class How(NamedTuple):
 
 
 def divergence_reference(logits: Tensor, teacher: Tensor, how: How) -> Divergence:  # (T, V) each
-    """The values in plain torch; differentiable by autograd."""
+    """Returns the values in plain torch; differentiable by autograd."""
     z = scaled(logits, how.temperature, how.softcap)
     teacher_z = scaled(teacher, how.temperature, how.teacher_softcap)
     log_p, log_q = z.log_softmax(dim=1), teacher_z.log_softmax(dim=1)
@@ -103,7 +103,7 @@ def divergence_gradient_reference(
     d_values: Tensor,  # (T,)
     how: How,
 ) -> Tensor:  # (T, V) fp32, or fp64 for fp64 logits
-    """t dx of the equations above in plain torch."""
+    """Returns t dx of the equations above in plain torch."""
     z = scaled(logits, how.temperature, how.softcap)
     log_p = z - values.lse[:, None]
     log_q = scaled(teacher, how.temperature, how.teacher_softcap) - values.teacher_lse[:, None]
@@ -134,7 +134,7 @@ def _load(ptr, offs, mask, inverse_temperature, softcap, HAS_SOFTCAP: tl.constex
 
 @triton.jit
 def _log_ratios(log_p, log_q, beta):
-    """(log(p / m), log(q / m))"""
+    """Returns (log(p / m), log(q / m))."""
     d = log_q - log_p
     e = tl.exp(-tl.abs(d))
     low = -tl.log(tl.where(d > 0, beta + (1 - beta) * e, 1 - beta + beta * e))
@@ -347,5 +347,5 @@ def values_config(V: int) -> Config:
 
 
 def gradient_config(V: int) -> Config:
-    """8 KB of each row's fp32 logits a program."""
+    """Returns a configuration in which a program takes 8 KB of each row's fp32 logits."""
     return Config(block=min(2048, max(128, triton.next_power_of_2(V))), num_warps=4)

@@ -55,7 +55,7 @@ def gated_norm_reference(
     gate_first: bool = False,
     groups: int = 1,
 ) -> Tensor:  # (..., D)
-    """The equations of y in plain torch, rounded once; differentiable."""
+    """Returns y of the equations in plain torch, rounded once; differentiable."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     wide, a = x.to(dtype), torch.nn.functional.silu(gate.to(dtype))
     wide = (wide * a if gate_first else wide).unflatten(-1, (groups, -1))
@@ -237,7 +237,8 @@ def gated_norm(
 
 
 def config(D: int) -> Config:
-    """2048 elements a program, in rows of the next power of two, or one longer row."""
+    """Returns a configuration with 2048 elements per program, in rows of the next power of two, or
+    one longer row."""
     block = triton.next_power_of_2(D)
     warps = min(8, max(4, block // 512))
     return Config(block=block, num_warps=warps, rows=max(1, 2048 // block), programs_per_sm=4)

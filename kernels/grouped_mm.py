@@ -51,7 +51,7 @@ class LowRank(NamedTuple):
     u: Tensor
     """(n, r), a row for each place."""
     b: Tensor
-    """(E, O, r), at any strides."""
+    """(E, O, r), with any strides."""
 
 
 class Sorted(NamedTuple):
@@ -71,10 +71,8 @@ def sort_slots(
     ids: Tensor,  # (t, k) integers from 0 to experts - 1
     experts: int,
 ) -> Sorted:
-    """Sorts the slots by expert; those of one expert stay in the order of their tokens.
-
-    Never waits for a GPU, so ids are not checked there.
-    """
+    """Sorts the slots by expert; those of one expert stay in the order of their tokens. It never
+    waits for a GPU, so ids are not checked there."""
     t, k = ids.shape
     chosen, order = ids.reshape(-1).to(torch.int32).sort(stable=True)
     places = torch.empty_like(chosen)
@@ -104,8 +102,8 @@ def grouped_mm_reference(
     bias: Tensor | None = None,  # (E, O)
     low_rank: LowRank | None = None,
 ) -> Tensor:  # (n, O)
-    """The product of each segment in plain torch, rounded once; differentiable in x, weight, bias
-    and low_rank."""
+    """Returns the product of each segment in plain torch, rounded once; differentiable in x,
+    weight, bias and low_rank."""
     cuts = ends.tolist()[:-1]
 
     def by_expert(rows: Tensor, matrices: Tensor) -> list[Tensor]:
@@ -157,7 +155,7 @@ def combine_reference(
 
 
 def slot_dots_reference(a: Tensor, b: Tensor) -> Tensor:
-    """<a[i], b[i]> of rows (n, D) in plain torch, in fp32."""
+    """Returns <a[i], b[i]> of rows (n, D) in plain torch, in fp32."""
     return (_wide(a) * _wide(b)).sum(-1)
 
 
@@ -734,12 +732,12 @@ def _check_int32(name: str, x: Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TileConfig(Config):
-    """Tiles of a matmul: `rows` x `block` of the result."""
+    """The tiles of a matmul: each is `rows` x `block` elements of the result."""
 
     depth: int
     """Products that are summed in one step."""
     group: int = 8
-    """Tiles of rows that run beside each other before the next tile of columns."""
+    """Tiles of rows that run at the same time before the next tile of columns."""
     halves: bool = False
     """`grouped_mm` computes half a tile where a segment's last rows are no more than that."""
 
@@ -771,7 +769,7 @@ def _shared_bytes(x: Tensor) -> int:
 def mm_config(
     n: int, experts: int, width: int, itemsize: int = 2, shared_bytes: int = LARGE_SHARED_BYTES
 ) -> TileConfig:
-    """The tiles of `grouped_mm` for n slots of so many experts."""
+    """Returns the tiles of `grouped_mm` for n slots of `experts` experts."""
     if itemsize == 4:
         return FP32
     if n < 96 * experts:  # a tile of 128 would be empty by half
@@ -789,8 +787,9 @@ def outer_config(
     itemsize: int = 2,
     shared_bytes: int = LARGE_SHARED_BYTES,
 ) -> TileConfig:
-    """The tiles of `grouped_outer_` for n slots of so many experts. Where an expert has few, more
-    than one program a multiprocessor hides the sums that are read and written."""
+    """Returns the tiles of `grouped_outer_` for n slots and this number of experts. If an expert
+    has few slots, more than one program per multiprocessor hides the sums that are read and
+    written."""
     if itemsize == 4:
         return FP32
     is_long = n >= 1024 * experts

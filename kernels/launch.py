@@ -1,4 +1,4 @@
-"""What every kernel needs before it can start: Triton, a device, and a launch configuration.
+"""Prepares the launch of kernels: Triton, the device, checks of tensors, and configurations.
 
 Shapes: T tokens, D hidden, F intermediate, H query and K key/value heads of size d, V vocabulary.
 
@@ -178,7 +178,8 @@ def as_rows(name: str, x: Tensor) -> Tensor:
 
 
 def rows_or_heads(*tensors: tuple[str, Tensor]) -> list[Tensor]:
-    """Views as (rows, D); or (T, H, D) all of them, where one's heads do not lie at one stride."""
+    """Returns views as (rows, D), or all of them as (T, H, D) if the heads of one do not lie at one
+    stride."""
     try:
         return [as_rows(name, x) for name, x in tensors]
     except ValueError:
@@ -196,7 +197,7 @@ def row_strides(x: Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """How one kernel is started."""
+    """The launch configuration of a kernel."""
 
     block: int
     """Elements that one program handles along the last dimension."""

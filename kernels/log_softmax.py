@@ -59,13 +59,13 @@ class LogProbs(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, dtype: torch.dtype, device: torch.device) -> LogProbs:
-        """Room for the values of so many rows."""
+        """Returns room for the values of `rows` rows."""
         kinds = (dtype, dtype, dtype, torch.bool, dtype)
         return cls(*(torch.empty(rows, dtype=kind, device=device) for kind in kinds))
 
 
 def scaled(x: Tensor, temperature: float = 1.0, softcap: float | None = None) -> Tensor:
-    """z of the equations above, in fp32 (fp64 for fp64 logits)."""
+    """Returns z of the equations above, in fp32 (fp64 for fp64 logits)."""
     x = x if x.dtype == torch.float64 else x.float()
     x = x if softcap is None else softcap * torch.tanh(x / softcap)
     return x if temperature == 1.0 else x / temperature
@@ -78,7 +78,7 @@ def log_softmax_reference(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> LogProbs:
-    """The values in plain torch; differentiable by autograd."""
+    """Returns the values in plain torch; differentiable by autograd."""
     z = scaled(logits, temperature, softcap)
     outside = (labels < 0) | (labels >= z.shape[1])
     y = labels.masked_fill(outside, 0)[:, None]  # (T, 1)
@@ -99,7 +99,7 @@ def log_softmax_gradient_reference(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:  # (T, V) fp32, or fp64 for fp64 logits
-    """t dx of the equations above in plain torch."""
+    """Returns t dx of the equations above in plain torch."""
     z = scaled(logits, temperature, softcap)
     log_p = z - values.lse[:, None]
     p = log_p.exp()
@@ -336,5 +336,5 @@ def values_config(V: int) -> Config:
 
 
 def gradient_config(V: int) -> Config:
-    """16 KB of fp32 logits a program."""
+    """Returns a configuration in which a program takes 16 KB of fp32 logits."""
     return Config(block=min(4096, max(128, triton.next_power_of_2(V))), num_warps=8)

@@ -1,4 +1,4 @@
-"""A weight that bitsandbytes holds in 4 bits, made dense: w = code[q] s, rounded once.
+"""Dequantises a weight that bitsandbytes holds in 4 bits: w = code[q] s, rounded once.
 
 q is a number of 4 bits, two in a byte, the high one first; a scale s belongs to a block of weights.
 Double quantisation (QLoRA: Dettmers et al. 2023, arXiv 2305.14314) gives scales 8 bits themselves:
@@ -20,7 +20,7 @@ from torch import Tensor
 from longctx.kernels.launch import Config, on_device, round_to, runs_kernel, tl, triton
 
 WEIGHTS = 8
-"""Weights of one word of 32 bits."""
+"""The number of weights in a word of 32 bits."""
 CONFIG = Config(block=512, num_warps=4, fp_fusion=False)
 """`block` counts words."""
 

@@ -69,7 +69,7 @@ def norm_reference(
     offset: float = 0.0,
     rstd: Tensor | None = None,  # (...)
 ) -> Tensor:  # (..., D)
-    """y of the equations above in plain torch, in the weight's dtype; differentiable."""
+    """Returns y of the equations above in plain torch, in the weight's dtype; differentiable."""
     wide = x if x.dtype == torch.float64 else x.float()
     if centred:
         wide = wide - wide.mean(-1, keepdim=True)
@@ -249,7 +249,8 @@ def _backward_kernel(
 def _check(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, y: str = "", **others: Tensor | None
 ) -> None:
-    """The others have x's dtype; the one that `y` names may have the weight's instead."""
+    """Raises ValueError for a wrong shape, dtype or device. The other tensors have x's dtype, but
+    the one that `y` names may have the weight's."""
     check_float("x", x)
     if x.dim() == 0:
         raise ValueError("x must have shape (..., D), got ()")

@@ -28,7 +28,7 @@ def sum_places_reference(
     x: Tensor,  # (M, ...)
     places: Tensor,  # (T, n) int32; -1: none
 ) -> Tensor:  # (T, ...)
-    """The sum in plain torch. Rows of x that are nobody's place may hold anything."""
+    """Returns the sum in plain torch. Rows of x that are in no place may hold anything."""
     wide = torch.promote_types(x.dtype, torch.float32)
     total = torch.zeros(len(places), *x.shape[1:], dtype=wide, device=x.device)
     for column in places.long().unbind(1):

@@ -57,7 +57,7 @@ def rope_reference(
     interleaved: bool = False,
     rows: Tensor | None = None,  # (d / 2,)
 ) -> Tensor:  # (T, H, d)
-    """The rotation of one tensor in plain torch; differentiable."""
+    """Returns the rotation of one tensor in plain torch; differentiable."""
     read = position_ids[:, None] if rows is None else position_ids[rows.long()].t()
     angle = read.to(inv_freq.dtype)[:, None] * inv_freq  # (T, 1, d/2)
     c, s = attention_scaling * angle.cos(), attention_scaling * (-angle if inverse else angle).sin()
@@ -81,7 +81,7 @@ def rotated_reference(
 
 @triton.jit
 def _sin_cos(angle):
-    """(sin, cos) of fp32 angles up to 1e8, to fp32 accuracy."""
+    """Returns (sin, cos) of fp32 angles up to 1e8, to fp32 accuracy."""
     # In fp32, quarter * pi / 2 of an angle of 1e6 would be rounded to a step of 0.06.
     wide = angle.to(tl.float64)
     quarter = tl.floor(wide * 0.6366197723675814 + 0.5)

@@ -41,7 +41,7 @@ def rope_tables_reference(
     *,
     inverse: bool = False,
 ) -> Tensor:  # (T, H, d)
-    """The rotation of one tensor in plain torch; differentiable in x."""
+    """Returns the rotation of one tensor in plain torch; differentiable in x."""
     wide, half = torch.promote_types(x.dtype, torch.float32), x.shape[-1] // 2
     c, s = (table[:, None, :half].to(wide) for table in (cos, -sin if inverse else sin))
     return rotated_reference(x, c, s)

@@ -26,7 +26,7 @@ def scale_reference(
     scale: Tensor,  # ()
     dtype: torch.dtype,
 ) -> Tensor:  # x's shape
-    """The product in plain torch."""
+    """Returns the product in plain torch."""
     return (x.float() * scale.float()).to(dtype)
 
 

@@ -41,7 +41,7 @@ def add_sinks_reference_(
     lse: Tensor,  # (H, T)
     sinks: Tensor,  # (H,)
 ) -> None:
-    """The first two equations in plain torch."""
+    """Computes the first two equations in plain torch, in place."""
     joined = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
     o.copy_(o * (lse - joined).exp().t()[:, :, None])
     lse.copy_(joined)
@@ -53,7 +53,7 @@ def sinks_grad_reference(
     lse: Tensor,  # (H, T)
     sinks: Tensor,  # (H,)
 ) -> Tensor:  # (H,)
-    """The third equation in plain torch, in the dtype of lse."""
+    """Returns the third equation in plain torch, in the dtype of lse."""
     p = (sinks[:, None].to(lse.dtype) - lse).exp()
     d = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
     return -(p * d.t()).sum(1)

@@ -37,7 +37,7 @@ def spread_reference(
     factor: float,
     dtype: torch.dtype,
 ) -> Tensor:  # (T, 3 r)
-    """The equations in plain torch."""
+    """Computes the equations in plain torch."""
     u = sums.chunk(2, 1)[0].add(sums.chunk(2, 1)[1]).mul_(factor)
     high = u.to(dtype)
     return torch.cat([high, (u - high).to(dtype), high], 1)
@@ -73,7 +73,7 @@ def spread_factors_reference(
     b: Tensor,  # (O, r) fp32
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # (3 r, I), (O, 3 r)
-    """The equations in plain torch."""
+    """Computes the equations in plain torch."""
     found = []
     for x, dim in ((a, 0), (b, 1)):
         high = x.to(dtype)

@@ -26,7 +26,7 @@ from longctx.kernels.many import NUMEL, ROW, are_aligned, find_row, launches, po
 LANES = 1024
 """Elements of a chunk that are squared at a time. A chunk is a multiple of them."""
 CHUNK = 8192
-"""Elements that have one sum, unless pieces are no multiples of so many."""
+"""Elements that are summed to one number; fewer if pieces are no multiples of this."""
 _ADDRESS, _SUMS = 2, 3
 """Words of a row: the address of the tensor, and the number of its first sum."""
 

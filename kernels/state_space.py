@@ -70,7 +70,7 @@ def scan_reference(
     D: Tensor | None = None,  # (H,)
     begin: Tensor | None = None,  # (rows, H, P, N)
 ) -> tuple[Tensor, Tensor]:
-    """The equations above in plain torch."""
+    """Returns the equations above in plain torch."""
     (rows, T, H, P), N, dtype = x.shape, B.shape[3], x.dtype
     wide = torch.promote_types(dtype, torch.float32)
 
@@ -108,14 +108,14 @@ def _chunks(x: Tensor) -> Tensor:  # (rows, T, H, ·) -> (rows, chunks, H, CHUNK
 
 @triton.jit
 def _tokens(x_ptr, token, columns, stride, T, width):
-    """Some columns of a chunk's tokens, (CHUNK, columns)."""
+    """Returns some columns of a chunk's tokens, (CHUNK, columns)."""
     mask = (token < T)[:, None] & (columns < width)
     return tl.load(x_ptr + token[:, None] * stride + columns, mask=mask, other=0.0)
 
 
 @triton.jit
 def _state(x_ptr, of_p, of_n, P, N):
-    """A block of a state (P, N)."""
+    """Returns a block of a state (P, N)."""
     mask = (of_p < P)[:, None] & (of_n < N)
     return tl.load(x_ptr + of_p[:, None] * N + of_n, mask=mask, other=0.0)
 
@@ -129,7 +129,7 @@ def _state_t(x_ptr, of_p, of_n, P, N):
 
 @triton.jit
 def _products(a_ptr, b_ptr, token, stride_a, stride_b, T, N, CHUNK, BLOCK_N, BLOCKS_N):
-    """The products of a chunk's tokens in a with those in b, (CHUNK, CHUNK)."""
+    """Returns the products of a chunk's tokens in a with those in b, (CHUNK, CHUNK)."""
     made = tl.zeros((CHUNK, CHUNK), tl.float32)
     for i in range(BLOCKS_N):
         of_n = i * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -492,7 +492,7 @@ def _of_keys(dt: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Launch:
-    """How a kernel that goes through a group's heads is started, for tensors of these shapes."""
+    """The launch of a kernel that loops over a group's heads, for tensors of these shapes."""
 
     def __init__(self, name: str, x: Tensor, B: Tensor, C: Tensor) -> None:
         rows, T, H, P = x.shape
@@ -601,18 +601,19 @@ CHUNK = 64
 MOST_HEADS = 16
 """The most heads that one program goes through."""
 STATES = Config(block=64, num_warps=8)
-"""`block`: the columns of a state that a program carries through all chunks."""
+"""The configuration of the kernel of states. `block` is the number of columns of a state that a
+program carries through all chunks."""
 NARROW = {
     "outputs": Config(block=128, num_warps=4),
     "inputs": Config(block=64, num_warps=8),
     "shared": Config(block=32, num_warps=4),
 }
-"""For heads of at most 64 columns: the fastest on an H200 of those that spill no register, with 48
-heads of 64 columns and states of 128: 0.15, 0.48 and 0.51 ms for 16384 tokens. `block`: the most
-columns of B and C that a program reads at a time, or has sums of."""
+"""The configurations for heads of at most 64 columns: the fastest on an H200 of those that spill no
+register, with 48 heads of 64 columns and states of 128: 0.15, 0.48 and 0.51 ms for 16384 tokens.
+`block` is the most columns of B and C that a program reads at a time, or sums."""
 WIDE = Config(block=32, num_warps=8)
 
 
 def config(name: str, P: int) -> Config:
-    """The configuration of one of these kernels for heads of P columns."""
+    """Returns the configuration of one of these kernels for heads of P columns."""
     return NARROW[name] if P <= 64 else WIDE

@@ -57,7 +57,7 @@ def swiglu_reference(
     activation: Activation = "silu",
     gate_scale: float = 1.0,
 ) -> Tensor:  # (..., F)
-    """The product of the equations above in plain torch, rounded once; differentiable."""
+    """Returns the product of the equations above in plain torch, rounded once; differentiable."""
     wide = gate if gate.dtype == torch.float64 else gate.float()
     wide = wide if gate_scale == 1.0 else wide * gate_scale
     if activation == "relu2":
@@ -72,7 +72,7 @@ def swiglu_reference(
 
 
 def _activated_reference(x: Tensor, activation: Activation) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, s, a' / s) of the equations above."""
+    """Returns (y, s, a' / s) of the equations above."""
     if activation == "relu2":
         s = x.relu()
         return s * s, s, torch.full_like(x, 2)
@@ -115,7 +115,7 @@ def _backward_reference_(
 
 @triton.jit
 def _activated(x, ACTIVATION: tl.constexpr):
-    """(y, s, a' / s) of the equations above."""
+    """Returns (y, s, a' / s) of the equations above."""
     if ACTIVATION == "relu2":
         s = tl.where(x < 0, 0.0, x)  # a maximum would turn NaN into 0
         slope, y = 2.0, s * s

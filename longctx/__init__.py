@@ -6,12 +6,12 @@ The public names, each imported when it is first used (torch is not loaded befor
     patch_class                   on every instance of a class that is built from now on
     AutoLongctxModelForCausalLM   from_pretrained, patched
     Documents                     the documents of a row, and which of them continue a shared prompt
-    exact_adamw                   AdamW with exact states wherever they fit, for one's own loop
+    exact_adamw                   AdamW with exact states wherever they fit, for any loop
     LongTrainer                   transformers' Trainer with exact states and whole checkpoints
     linear_cross_entropy          lm_head and cross-entropy in chunks, without the logits
     linear_log_probs              log-probabilities of labels and entropies, likewise
     linear_jsd, linear_kl         divergences from a teacher's head, likewise
-    cross_entropy                 of logits that are there; its gradient takes their memory
+    cross_entropy                 cross-entropy of given logits; its gradient takes their memory
     rms_norm, layer_norm, rope, swiglu, geglu     the Triton kernels as differentiable functions
     apply_rotary_pos_emb          RoPE in the shapes and with the arguments of Hugging Face's
     RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, GeGLU, CrossEntropyLoss     as modules
@@ -20,7 +20,7 @@ The public names, each imported when it is first used (torch is not loaded befor
     losses                        preference losses: DPO, ORPO, CPO, SimPO, KTO, reward models
     conversations                 a file of conversations with pictures, for other trainers
 
-Those but LongTrainer and conversations are the library's, which never imports the program
+All but LongTrainer and conversations belong to the library, which never imports the program
 (longctx/train).
 """
 
@@ -33,7 +33,7 @@ from longctx.constants import __distribution__ as __distribution__
 from longctx.constants import __version__ as __version__
 from longctx.noise import quiet_imports as _quiet_imports
 
-if TYPE_CHECKING:  # what type checkers and editors read; _HOMES below is what runs
+if TYPE_CHECKING:  # for type checkers and editors; at run time _HOMES below imports the names
     from longctx import losses as losses
     from longctx.attention.documents import Documents as Documents
     from longctx.head.distillation import linear_jsd as linear_jsd

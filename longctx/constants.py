@@ -1,4 +1,4 @@
-"""Numbers that mean the same in every room, the version, and the name of the distribution."""
+"""Numbers that all rooms share, the version, and the name of the distribution."""
 
 from __future__ import annotations
 

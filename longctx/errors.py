@@ -1,5 +1,5 @@
-"""What a run tells people: errors of one line, and lines that are printed once however many
-processes run. Imports nothing heavy, so that commands can use it without torch."""
+"""Errors of one line, and lines that a run prints once for all its processes. Imports nothing
+heavy, so that commands can use it without torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from difflib import get_close_matches
 from typing import Any, TextIO
 
 MOST_CHARACTERS = 800
-"""Longest line that names what is wrong: it may quote a path, or a stranger's text."""
+"""The longest line of an error, which may quote a path or other foreign text."""
 
 
 def printable(line: str) -> str:
-    """The line with what is no visible character escaped: names may hold line ends, terminal
-    codes, or bytes that are no text."""
+    """Returns the line with invisible characters escaped: names may hold line ends, terminal codes,
+    or bytes that are not text."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
@@ -32,7 +32,7 @@ def one_line(error: BaseException, width: int = 300) -> str:
 
 
 def counted(number: float) -> str:
-    """A count in three digits: 135M, 8.03B."""
+    """Returns a count in three digits: 135M, 8.03B."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= 0.9995 * size:
             return f"{number / size:.3g}{unit}"
@@ -40,13 +40,13 @@ def counted(number: float) -> str:
 
 
 def many(count: int, noun: str) -> str:
-    """`1 row`, `2,000 rows`: a count with its noun, which takes an s."""
+    """Returns a count with its noun, which takes an s: `1 row`, `2,000 rows`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def did_you_mean(word: str, known: Iterable[str], before: str = "", cutoff: float = 0.6) -> str:
-    """`did you mean lora? `: asks for the known word that is nearest to `word`, with `before` in
-    front of it; empty where none is near (difflib's `cutoff`)."""
+    """Returns a question with the known word that is nearest to `word`, with `before` in front of
+    it: `did you mean lora? `; empty if none is near (difflib's `cutoff`)."""
     near = get_close_matches(word, [*known], n=1, cutoff=cutoff)
     return f"did you mean {before}{near[0]}? " if near else ""
 
@@ -59,8 +59,8 @@ class UserError(Exception):
 
 
 class _Surviving:
-    """A standard stream that falls silent when it cannot be written any more, instead of ending the
-    run: a closed pipe (`| head`), a full disk, a terminal that is gone."""
+    """A standard stream that drops its output once writing fails, instead of ending the run: a
+    closed pipe (`| head`), a full disk, a terminal that is gone."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -88,8 +88,8 @@ class _Surviving:
 
 
 def survive_lost_output() -> None:
-    """From now on nothing that is printed, progress bars included, can end the program; what the
-    terminal's encoding lacks is escaped."""
+    """Makes printing safe from now on: no failed write, of progress bars either, ends the program,
+    and characters that the terminal's encoding lacks are escaped."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Surviving):
@@ -99,13 +99,13 @@ def survive_lost_output() -> None:
 
 
 def on_terminal() -> bool:
-    """Whether a person watches: both standard streams are a terminal."""
+    """Whether a person may be watching: both standard streams are a terminal."""
     streams = (sys.stdout, sys.stderr)
     return all(stream is not None and stream.isatty() for stream in streams)
 
 
 def say(*lines: str, file: TextIO | None = None) -> None:
-    """Prints lines that may hold a stranger's names: a terminal obeys none of them."""
+    """Prints lines that may hold foreign names, without their terminal codes."""
     for line in lines:
         print(printable(line), file=file, flush=True)
 

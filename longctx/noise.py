@@ -1,13 +1,13 @@
-"""Lines of other libraries that say nothing to whoever runs longctx, left out by their words. All
-other lines of these libraries still show.
+"""Hides lines of other libraries that mean nothing to a user of longctx, recognised by their words.
+All other lines of these libraries still show.
 
     DeepSpeed's greeting    accelerate imports DeepSpeed wherever it is installed; a run that asks
                             for it shows the line
-    the padding's number    packed rows need none; transformers says that it took the tokenizer's
-    a deprecated name       of transformers, which PEFT asks for
-    a kernel for CPUs       which bitsandbytes looks for on some, and does without
-    the report of a load    where all that a checkpoint lacks is the head of rewards, which longctx
-                            says in a line of its own
+    the padding token       transformers says that it took the tokenizer's; packed rows need none
+    a deprecated name       of transformers, which PEFT uses
+    a kernel for CPUs       which bitsandbytes looks for on some CPUs, and does without
+    a report of loading     in which a checkpoint lacks only the head of rewards: longctx prints a
+                            line about this
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 
 class _LeftOut(logging.Filter):
-    """Drops records whose message the pattern matches at its beginning, colours left out."""
+    """Drops records whose message begins with the pattern, colours left out."""
 
     def __init__(self, pattern: str) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ _HIDDEN = {
 
 
 def hide_noise() -> None:
-    """Leaves these lines out from now on, in all of the program."""
+    """Hides these lines from now on, in the whole program."""
     for name, left_out in _HIDDEN.items():
         logging.getLogger(name).addFilter(left_out)
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -49,8 +49,8 @@ def hide_noise() -> None:
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Leaves these lines out for as long as longctx imports other libraries in a program that is
-    not its own: afterwards all loggers are as they were."""
+    """Hides these lines while longctx imports other libraries in a foreign program; afterwards all
+    loggers are as before."""
     filters = {name: _LeftOut(left_out.pattern.pattern) for name, left_out in _HIDDEN.items()}
     for name, left_out in filters.items():
         logging.getLogger(name).addFilter(left_out)
@@ -62,13 +62,13 @@ def quiet_imports() -> Iterator[None]:
 
 
 def show_greeting() -> None:
-    """Lets DeepSpeed greet, in a run that asks for it."""
+    """Shows DeepSpeed's greeting again, in a run that asks for DeepSpeed."""
     logging.getLogger("DeepSpeed").removeFilter(_GREETING)
 
 
 @contextmanager
 def hidden_report(weight: str) -> Iterator[None]:
-    """Leaves out transformers' report of a load in which nothing but this weight is missing."""
+    """Hides transformers' report of loading if it says only that this weight is missing."""
     rows = rf"Key +\|.*\n[-+]+\n{re.escape(weight)} +\| MISSING +\|[ |]*\n(?!.*\|)"
     left_out = _LeftOut(rf"\w+ LOAD REPORT from: .*\n{rows}")
     loggers = [logging.getLogger(f"transformers.{name}") for name in _REPORTERS]

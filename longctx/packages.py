@@ -1,9 +1,9 @@
 """Writes the `pip install` commands of advice, and finds other distributions that are imported as
 `longctx`.
 
-Advice names the packages that are missing, never an extra of longctx: it works wherever longctx
-came from, an index, a wheel or a clone. Bounds of versions are those of pyproject.toml, read from
-the metadata of the installed distribution.
+Advice names the missing packages, never an extra of longctx, so that it works however longctx was
+installed: from an index, a wheel or a clone. Bounds of versions are those of pyproject.toml, read
+from the metadata of the installed distribution.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from packaging.utils import canonicalize_name
 from longctx.constants import __distribution__
 
 EXTRAS = ("", "deepspeed", "fa4", "mixers", "gguf", "liger", "lora", "profile", "ruler")
-"""None, and those of runs. What tests and documentation need is nobody else's concern."""
+"""The extras whose packages runs use, and none (""). Tests and documentation have further ones."""
 
 
 def requirements() -> list[Requirement]:
-    """Packages that runs use, those of extras included; none where longctx is a folder of sources
-    on the path, not installed."""
+    """Returns the packages that runs use, those of extras included; none if longctx is not
+    installed but a folder of sources on the path."""
     try:
         needed = map(Requirement, metadata.requires(__distribution__) or [])
     except metadata.PackageNotFoundError:
@@ -38,7 +38,7 @@ def requirements() -> list[Requirement]:
 
 
 def pip_install(*names: str) -> str:
-    """The command that installs these packages, in versions that longctx takes."""
+    """Returns the command that installs these packages, in versions that longctx supports."""
     takes = {line.name: str(line.specifier) for line in requirements()}
     words = [f"{name}{takes.get(name, '')}" for name in names]
     quoted = (f"'{word}'" if set(word) & set("<>") else word for word in words)
@@ -46,21 +46,22 @@ def pip_install(*names: str) -> str:
 
 
 class Namesake(NamedTuple):
-    """Another installed distribution whose package is imported as `longctx`, too.
+    """Another installed distribution whose package is also imported as `longctx`.
 
-    Both write into one folder where both are installed as files: the one that was installed last
-    has overwritten the other's, and removing either removes files of both."""
+    If both are installed as files, they share a folder: the one that was installed last has
+    overwritten the other's files, and removing either removes files of both.
+    """
 
     distribution: str
     version: str
     folder: Path
-    """The package that runs."""
+    """The package that is imported."""
     overwritten: int
-    """How many files of our distribution have other contents than it installed."""
+    """The number of our files whose contents differ from what was installed."""
 
 
 def namesakes() -> list[Namesake]:
-    """The other distributions of this environment that are imported as `longctx`."""
+    """Returns the other distributions of this environment that are imported as `longctx`."""
     folder = Path(__file__).resolve().parent
     found = {canonicalize_name(n) for n in metadata.packages_distributions().get("longctx", [])}
     others = sorted(found - {__distribution__})
@@ -77,7 +78,7 @@ def _overwritten() -> int:
 
 
 def _as_installed(file: metadata.PackagePath) -> bool:
-    """Whether a file still has the hash that pip recorded; what has none was not installed."""
+    """Whether a file still has the hash that pip recorded; a file without a hash passes."""
     if file.hash is None:
         return True
     path = Path(str(file.locate()))

@@ -13,7 +13,7 @@ from longctx.errors import UserError
 @dataclass(frozen=True)
 class Range:
     """Numbers from `low` to `high`, both included unless they are `open_low` or `open_high`. NaN is
-    in none."""
+    in no range."""
 
     low: float = -(2**31)
     high: float = 2**31 - 1
@@ -21,7 +21,7 @@ class Range:
     open_high: bool = False
 
     def problem(self, value: float) -> str | None:
-        """What a value outside must be instead; None for one inside."""
+        """Returns what a value outside the range must be instead; None for one inside."""
         if math.isnan(value):
             return "a number"
         if value < self.low or (self.open_low and value == self.low):
@@ -38,7 +38,7 @@ SHARE = Range(0, 1, open_high=True)
 
 
 def check_argument(call: str, name: str, value: Any, range_: Range, *, whole: bool = False) -> None:
-    """Raises UserError for an argument of a function that is no number, or none in its range."""
+    """Raises UserError for an argument of a function that is no number, or out of its range."""
     kind = Integral if whole else Real
     if not isinstance(value, kind) or isinstance(value, bool):
         expected = "a whole number" if whole else "a number"

@@ -1,4 +1,4 @@
-"""How a model is patched: the settings of `longctx.patch`, and the words that they may be.
+"""The settings with which `longctx.patch` patches a model, and their words.
 
 Single parts of a decoder have Liger-Kernel's names; `patch(parts=...)` and `--parts` take them:
 
@@ -6,7 +6,7 @@ Single parts of a decoder have Liger-Kernel's names; `patch(parts=...)` and `--p
     cross_entropy                                 the loss over whole logits
     fused_linear_cross_entropy                    lm_head and the loss in chunks, without logits
 
-`schedule` alone, the default, is none of them: scheduled layers and the loss in chunks.
+`schedule` alone, the default, means scheduled layers and the loss in chunks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ClassType = Literal["vanilla", "custom", "liger", "any"]
 Backend = Literal["auto", "fa4", "cudnn", "flash", "math", "fa2", "sdpa", "eager"]
 TaskName = Literal["sft", "dpo", "kto", "orpo", "cpo", "simpo", "reward", "distill"]
 LABELLED = ("sft", "distill")
-"""Tasks whose loss is of all tokens of a row; others' is of answers' log-probabilities."""
+"""Tasks whose loss covers all tokens of a row; other tasks use log-probabilities of answers."""
 
 
 def scored_tokens(task: TaskName, tokens: int) -> int | None:
-    """Returns how many of a batch's tokens a task scores at most, as a step's memory and time are
-    counted; None where its loss is of all of them."""
+    """Returns the most tokens of a batch that a task scores, for the count of a step's memory and
+    time; None if its loss covers all tokens."""
     return None if task in LABELLED else tokens
 
 
@@ -41,38 +41,39 @@ PARTS = (*LAYER_PARTS, WHOLE, FUSED)
 
 
 def within(numbers: Range) -> Any:
-    """Makes a field of PatchOptions that is None or a number among these."""
+    """Returns a field of PatchOptions that is None or a number of this range."""
     return field(default=None, metadata={"range": numbers})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PatchOptions:
-    """Raises UserError for a number out of its range."""
+    """The settings of a patched model. Raises UserError for a number out of its range."""
 
     class_type: ClassType = "custom"
     """vanilla: Hugging Face as it is; liger: Liger-Kernel's patch; custom: longctx; any: Hugging
-    Face's layers, with longctx's checkpoints, attention and loss, whatever the model. The other
-    fields but `parts` are custom's, and some of them any's."""
+    Face's layers of any model, with longctx's checkpoints, attention and loss. The other fields but
+    `parts` apply to custom, and some of them to any."""
     parts: tuple[str, ...] | None = None
     """Single parts in Hugging Face's layers (PARTS); None: the schedule, or Liger's own choice."""
     keep: Keeping = "auto"
-    """What each layer keeps for backward (cost/kept.py); auto: what is fastest in the memory there
-    is."""
+    """The activations that each layer keeps for backward (cost/kept.py); auto: the fastest choice
+    that fits into memory."""
     offload_activations: Offload = "auto"
-    """The place where it waits: the GPU, host memory, or the GPU first."""
+    """The place of kept activations: the GPU, host memory, or the GPU first."""
     attn_backend: Backend = "auto"
+    """The attention backend; auto: the fastest one for the device and the model."""
     head_groups: int | None = within(COUNT)
-    """Parts in which attention runs; None: by what is free."""
+    """Parts in which attention runs; None: by free memory."""
     tile_tokens: int | None = within(COUNT)
-    """Tokens that token-wise work takes at a time; None: by what is free."""
+    """Tokens that token-wise work takes at a time; None: by free memory."""
     host_memory_gib: float | None = within(NOT_NEGATIVE)
-    """Host memory for activations; None: what is available."""
+    """GiB of host memory for activations; None: all that is available."""
     share_prefixes: bool = False
     """Whether a prompt with which several documents of a batch begin is computed once."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """Whether the layers of short batches that are alike run as CUDA graphs."""
     seq_len: int | None = within(COUNT)
-    """The longest document's tokens, on which attention's time depends; None: the batch's."""
+    """Tokens of the longest document, on which attention's time depends; None: the batch's."""
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -94,8 +95,8 @@ class PatchOptions:
 
 
 def chosen_parts(where: str, given: str | Collection[str] | None) -> tuple[str, ...] | None:
-    """Returns the parts that were given, once each; None for the schedule. `where` says who asked
-    for them. Raises UserError for a word, for none and for two losses."""
+    """Returns the given parts, each once; None for the schedule. `where` names the option in
+    messages. Raises UserError for a single word, for no parts and for two losses."""
     if given is None or given == SCHEDULE or list(given) == [SCHEDULE]:
         return None
     if isinstance(given, str):
@@ -113,7 +114,7 @@ def chosen_parts(where: str, given: str | Collection[str] | None) -> tuple[str, 
 
 
 def check_names(where: str, parts: Iterable[str], known: Collection[str]) -> None:
-    """Raises UserError for a part that is not known, with the nearest that is."""
+    """Raises UserError for an unknown part, and names the nearest known one."""
     for name in parts:
         if name not in known:
             near = difflib.get_close_matches(str(name), [*known], n=1, cutoff=0.0)[0]

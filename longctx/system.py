@@ -10,16 +10,16 @@ from importlib import metadata
 from pathlib import Path
 
 CACHE = "~/.cache/longctx"
-"""Holds what can be made again: tokenised data, measured rates, compiled kernels."""
+"""The folder of files that can be made again: tokenised data, measured rates, compiled kernels."""
 
 
 def expanded(path: str) -> Path:
-    """Puts the home folder in place of `~`; a `~user` who does not exist stays as it is."""
+    """Returns the path with the home folder instead of `~`; a `~user` who does not exist stays."""
     return Path(os.path.expanduser(path))
 
 
 def installed(module: str) -> bool:
-    """Whether `import module` would find it; nothing is imported but its parent package."""
+    """Whether `import module` would find it; at most its parent package is imported."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the parent package is missing
@@ -34,7 +34,8 @@ def version_of(package: str) -> str | None:
 
 
 def cpu_line(*names: str) -> str:
-    """Returns Linux's first line on the processor that begins with one of these; else nothing."""
+    """Returns the first line of Linux's /proc/cpuinfo that begins with one of these names; else
+    ""."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         return next((line for line in lines if line.startswith(names)), "")

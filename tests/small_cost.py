@@ -9,7 +9,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from longctx.cost.kept import Ladder
 from longctx.cost.sizes import Batch
-from longctx.memory.candidates import Candidates, Counted
+from longctx.memory.candidates import Candidates
+from longctx.memory.counted import Counted
 from longctx.runtime.costs import StepTable
 
 

@@ -1,4 +1,4 @@
-"""Our attention in the layers of any model that asks transformers' AttentionInterface for its own.
+"""Our attention for the layers of any model that uses transformers' AttentionInterface.
 
     o, lse     = softmax(scale q k') v          of each document, in the backend's one call
     with sinks   o and lse of the same softmax with one more logit a head, by log-sum-exp
@@ -7,9 +7,9 @@ The backends (attention/backends.py) take documents by their bounds: no (S, S) m
 17 GB in every layer of a packed or padded row of 131072 tokens with transformers' sdpa. Saved: q,
 k, v, o (T, H d) and lse (H, T), while a layer runs; the layer is a checkpoint (seam.py).
 
-Values of another size than keys (DeepSeek's 128 of 192) are filled up with zeros. What is no causal
-self-attention, as that over images' features, over a cache of keys or of a vision tower, runs in
-torch's sdpa as before, and with sinks or a cap of scores in the model's own function.
+Values smaller than keys (DeepSeek's 128 of 192) are padded with zeros. Other attention than causal
+self-attention, such as that over images' features, over a cache of keys or in a vision tower, runs
+in torch's sdpa as before, and with sinks or a cap of scores in the model's own function.
 Importing this module registers the names of `NAMES` with transformers.
 """
 
@@ -41,14 +41,14 @@ NAMES = {
     "flash": "longctx_fused",  # a name with "flash" means flash-attn's packages to transformers
     "math": "longctx_math",
 }
-"""transformers' names of our attention, by --attn_backend."""
+"""Maps values of --attn_backend to transformers' names of our attention."""
 _HARMLESS = frozenset(
     "is_causal position_ids use_cache cache_position output_attentions output_hidden_states "
     "output_router_logits num_items_in_batch return_dict layer_idx layer_head_mask head_mask "
     "past_key_values past_key_value cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k "
     "sliding_window token_type_ids position_embeddings seq_idx logits_to_keep labels".split()
 )
-"""Arguments that change nothing of causal self-attention; a window comes with the mask."""
+"""Arguments that change nothing in causal self-attention; a window comes with the mask."""
 
 
 def longctx_attention(
@@ -65,13 +65,15 @@ def longctx_attention(
     backend: str,
     **options: Any,
 ) -> tuple[Tensor, None]:  # (B, S, H, e)
-    """Attends within the documents of a batch; padding gets zeros. Raises UserError for what it
-    would leave out: dropout, and arguments that it does not know."""
+    """Returns attention within the documents of a batch; padding gets zeros. Raises UserError for
+    arguments that it would have to ignore: dropout, and unknown ones."""
     if not _is_for(attention_mask, query, key):
         given = dict(scaling=scaling, dropout=dropout, **options)
         given |= {n: x for n, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None}
         return _theirs(module, query, key, value, attention_mask, **given)
-    unknown = {n for n, x in options.items() if n not in _HARMLESS and not _says_nothing(x)}
+    unknown = {
+        n for n, x in options.items() if n not in _HARMLESS and x is not None and x is not False
+    }
     if dropout:
         unknown.add("dropout")
     if unknown:
@@ -92,8 +94,8 @@ def longctx_attention(
 
 def _is_for(mask: Seen | Tensor | None, query: Tensor, key: Tensor) -> TypeGuard[Seen]:
     """Whether the mask is one of causal self-attention between these queries and keys. transformers
-    describes a mask by the cache of the first layer: where that layer keeps no keys (MiniMax), the
-    mask of a generated token is one of a row of one token, whatever other layers keep."""
+    describes a mask by the cache of the first layer: if that layer keeps no keys (MiniMax), the
+    mask of a generated token is that of a row of one token, whatever other layers keep."""
     return isinstance(mask, Seen) and mask.length == query.shape[2] == key.shape[2]
 
 
@@ -105,8 +107,8 @@ def _theirs(
     mask: Seen | Tensor | None,
     **given: Any,
 ) -> Any:
-    """Runs torch's sdpa as transformers does, or a model's own function for what sdpa does not
-    have. Raises UserError for a model without one."""
+    """Runs torch's sdpa as transformers does, or a model's own function for sinks and caps, which
+    sdpa lacks. Raises UserError for a model without one."""
     if not (isinstance(given.get("s_aux"), Tensor) or given.get("softcap")):
         mask = mask.theirs() if isinstance(mask, Seen) else mask
         return AttentionInterface()["sdpa"](module, query, key, value, mask, **given)
@@ -117,14 +119,10 @@ def _theirs(
             "causal, which torch's sdpa does not have: use --attn_backend eager"
         )
     mask = mask.dense() if isinstance(mask, Seen) else mask
-    if mask is not None and mask.dtype == torch.bool:  # what sdpa adds to scores, written out
+    if mask is not None and mask.dtype == torch.bool:  # eager functions add the mask to scores
         least = torch.finfo(query.dtype).min
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, least)
     return own(module, query, key, value, mask, **given)
-
-
-def _says_nothing(value: Any) -> bool:
-    return value is None or value is False
 
 
 @cache
@@ -188,8 +186,8 @@ class _Attention(torch.autograd.Function):
 
 @contextmanager
 def counted_calls() -> Iterator[tuple[str, list[bool]]]:
-    """Hands out a name of transformers for our attention in plain torch, and a list that gets an
-    entry with each call: whether it was one of causal self-attention."""
+    """Returns a context with transformers' name for our attention in plain torch, and a list that
+    gets an entry with each call: whether it was one of causal self-attention."""
     name, calls = "longctx_counted", list[bool]()
 
     def attention(

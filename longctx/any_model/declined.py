@@ -1,9 +1,9 @@
 """Says from a configuration alone whether --class_type custom would run Hugging Face's layers, and
 whether dropout is why.
 
-forwards/base.py asks strangers.py at each call. A run and its plan ask here, before a weight is
-read, with a model that has no storage; what the configuration does not hold (hooks, other people's
-modules) is found at the first call.
+forwards/base.py asks strangers.py at each call. A run and its plan ask here, before weights are
+read, with a model without storage. Hooks and modules of other libraries are not in a configuration:
+they are found at the first call.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from longctx.families.strangers import why_not_scheduled
 
 
 def why_declined(config: Any) -> str | None:
-    """Returns why training of such a model would run Hugging Face's layers, in a few words; None if
+    """Returns a short reason why training of such a model would run Hugging Face's layers; None if
     the schedule runs, and for a class that is not transformers' own."""
     try:
         model = without_storage(copy.deepcopy(config))  # a model writes its settings there
-    except Exception:  # of what kind of error no model can be made, who makes one says
+    except Exception:  # loading the model will raise the same error, with its message
         return None
     base = None if model is None else base_of(model)
     return None if base is None else why_not_scheduled(base, training=True)
@@ -40,7 +40,7 @@ def set_dropout_(config: Any, share: float | None) -> None:
 
 
 def is_dropout(config: Any, reason: str) -> bool:
-    """Whether the schedule would run without the configuration's dropouts."""
+    """Whether the schedule would run if the configuration had no dropout."""
     if "dropout" not in reason:
         return False
     without = copy.deepcopy(config)

@@ -1,12 +1,11 @@
 """The forward of any model with our loss in it: lm_head and cross-entropy in chunks.
 
 The model's own forward runs, without labels. When it calls lm_head, the loss is computed inside
-that call (head/loss.py), under whatever hooks an engine has put around lm_head to gather its
-weight, and lm_head returns one column of its input in the place of logits. So no family has to be
-known: what its forward does before lm_head and beside it stays. What it would have done to logits
-is `LossFactors`, which probe.py has found by comparing this loss with the model's own.
-
-Logits that somebody reads are computed then (head/logits.py).
+that call (head/loss.py), under the hooks with which an engine gathers lm_head's weight, and lm_head
+returns one column of its input instead of logits. So no family has to be known: all that a forward
+computes before lm_head stays. What it would have done to logits is in `LossFactors`, which probe.py
+has found by comparing this loss with the model's own. Logits are computed when they are read
+(head/logits.py).
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from longctx.head.loss import linear_cross_entropy
 
 
 class AnyForward(Forward):
-    """`any_forward` in the place of a model's forward, with the signature of the model's own, which
-    trainers look at."""
+    """`any_forward` as the forward of one model, with the signature of the model's own forward,
+    which trainers inspect."""
 
     def __init__(self, module: nn.Module, function: Any) -> None:
         super().__init__(module, function)
@@ -41,7 +40,8 @@ class AnyForward(Forward):
 
 
 def any_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs Hugging Face's forward with our loss, if it is asked for labels and the loss is ours."""
+    """Runs Hugging Face's forward, with our loss if labels are given and our loss serves the
+    call."""
     given = named(self, args) | kwargs
     runtime = any_runtime_of(self)
     if runtime is None:
@@ -57,8 +57,8 @@ def any_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_ours(model: Any, given: dict[str, Any]) -> bool:
-    """Whether our loss serves a call, as it serves the model. Others ask for logits of some tokens,
-    for tuples or for the auxiliary loss of routers that the configuration leaves out."""
+    """Whether our loss serves a call. It does not for calls that ask for logits of some tokens, for
+    tuples, or for the auxiliary loss of routers against the configuration."""
     if given.get("labels") is None:
         return False
     keeps, shows = given.get("logits_to_keep"), given.get("return_dict")
@@ -69,7 +69,7 @@ def _is_ours(model: Any, given: dict[str, Any]) -> bool:
 
 
 _OFFERED = ("num_items_in_batch", "return_dict")
-"""Arguments that a model's forward gets if it takes them."""
+"""Arguments that are passed to a model's forward only if it takes them."""
 
 
 def _known(model: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -101,8 +101,9 @@ def _with_our_loss(model: Any, factors: LossFactors, given: dict[str, Any]) -> A
 def in_head(
     head: Any, targets: Tensor, factors: LossFactors, items: Any = None
 ) -> Iterator[list[Tensor]]:
-    """Has lm_head compute the loss of its input when it is called, and hands out the two in a list.
-    Raises RuntimeError for a model that calls lm_head twice."""
+    """Returns a context in which lm_head, when it is called, computes the loss of its input; both
+    are put into the list that the context gives. Raises RuntimeError for a model that calls lm_head
+    twice."""
     found: list[Tensor] = []
 
     def forward(hidden: Tensor) -> Tensor:  # (B, S, D) -> (B, S, 1)

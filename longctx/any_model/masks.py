@@ -1,17 +1,17 @@
 """The documents and the window that a mask of transformers means, found without the (S, S) mask.
 
-transformers describes a mask by a function of (batch, head, query, key) and makes it by what is
-registered in its AttentionMaskInterface. Ours makes none. It asks the function
+transformers describes a mask by a function of (batch, head, query, key), and a function that is
+registered in its AttentionMaskInterface makes the mask. Ours makes none. It asks the function
 
-    whether each token sees the one before it      S answers: where they are no, a document begins
-    what a few tokens see of their whole row       SAMPLED S answers, compared with what documents
-                                                   and the window say
+    whether each token sees the one before it      S answers: a document begins where one is no
+    which tokens of the row a few tokens see       SAMPLED S answers, compared with those that
+                                                   documents and the window give
 
-and returns `Seen`, which travels through the layers in the mask's place, in autograd's graph too.
-A chunk of chunked attention (Llama 4) is a document of its layers. A mask of another kind, as one
-with images that are seen both ways or with a cache, is made as transformers' sdpa takes it.
+and returns `Seen`, which goes through the layers instead of the mask, and through autograd's graph.
+A chunk of chunked attention (Llama 4) is a document of its layers. A mask of another kind, with
+bidirectional images or a cache, is made as transformers' sdpa takes it.
 
-Cost: two waits for the GPU a mask, once a batch and kind of layer; S (1 + SAMPLED) booleans.
+Cost: two waits for the GPU per mask, once per batch and kind of layer; S (1 + SAMPLED) booleans.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from transformers.masking_utils import sdpa_mask
 from longctx.attention.documents import Documents
 
 SAMPLED = 16
-"""Tokens of a batch whose whole row of the mask is looked at."""
+"""Tokens of a batch whose whole row of the mask is checked."""
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Whether, of a row and a head, a query sees a key; indices broadcast."""
+"""Says whether, in a row of the batch and a head, a query sees a key; indices broadcast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,18 +42,19 @@ class Seen:
     dense: Callable[[], Tensor]
     """Makes the mask as sdpa takes it."""
     theirs: Callable[[], Tensor | None]
-    """Makes what transformers hands to sdpa, which is None where sdpa is told that it is causal."""
+    """Makes the mask that transformers passes to sdpa: None where sdpa is told that it is
+    causal."""
     length: int
-    """S, the tokens of a row, padding included: the queries and the keys that the mask is for."""
+    """S, the tokens of a row with padding: the number of the mask's queries and of its keys."""
     documents: Documents
-    """The bounds of the batch's documents, padding left out."""
+    """The bounds of the batch's documents, without padding."""
     kept: Tensor | None
-    """(T,) the indices of these tokens in the flattened batch; None: all."""
+    """(T,): the indices of the tokens that are not padding in the flattened batch; None: all."""
     window: int | None
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns a part of the mask. Gemma 4 takes the queries whose logits it needs, all of them
-        in training."""
+        """Returns a part of the mask. Gemma 4 takes the queries whose logits it needs, which in
+        training are all."""
         parts = index if isinstance(index, tuple) else (index,)
         if all(isinstance(part, slice) and part in _WHOLE for part in parts):
             return self
@@ -76,8 +77,8 @@ def longctx_mask(
     device: Any = "cpu",
     **options: Any,
 ) -> Seen | Tensor | None:
-    """Returns what transformers calls a mask, for our attention: `Seen`, or a mask for sdpa.
-    `use_vmap` says that the function is the caller's, which may not broadcast."""
+    """Returns what transformers passes on as the mask, for our attention: `Seen`, or a mask for
+    sdpa. `use_vmap` says that the caller wrote the function, which may not broadcast."""
     described: dict[str, Any] = {} if mask_function is None else {"mask_function": mask_function}
     theirs = partial(
         sdpa_mask,
@@ -113,7 +114,8 @@ class _Sampled:
         self.rows, self.tokens, self.seen = rows, tokens, seen  # (N,), (N,), (N, S) on the host
 
     def agrees(self, starts: Tensor, window: int | None) -> bool:  # (B, S) bool
-        """Whether these tokens see what documents with these starts and the window say."""
+        """Whether these tokens see exactly the tokens that documents with these starts and the
+        window give."""
         keys = torch.arange(starts.shape[1])
         first = torch.where(starts, keys, 0).cummax(1).values[self.rows, self.tokens]
         if window is not None:
@@ -123,13 +125,13 @@ class _Sampled:
 
 
 def _read(mask: Mask, rows: int, length: int, device: torch.device) -> tuple[Tensor, _Sampled]:
-    """Returns where documents begin, (B, S) on the host, and what a few tokens see."""
+    """Returns where documents begin, (B, S) on the host, and the tokens that a few tokens see."""
     row = torch.arange(rows, device=device)[:, None]
     token = torch.arange(length, device=device)[None]
     head = row[:1]
     starts = torch.ones(rows, length, dtype=torch.bool, device=device)
     starts[:, 1:] = ~mask(row, head, token[:, 1:], token[:, :-1])
-    # Spread over the rows, the last token among them, which sees most.
+    # Tokens spread over all rows; the last one is among them, since it sees the most.
     at = torch.linspace(rows * length - 1, 0, min(SAMPLED, rows * length), device=device).long()
     rows_at, tokens_at = at // length, at % length
     seen = mask(rows_at[:, None], head, tokens_at[:, None], token).expand(len(at), length)
@@ -141,7 +143,7 @@ def _documents(
     attention_mask: Tensor | None,  # (B, S)
     device: torch.device,
 ) -> tuple[Documents, Tensor | None]:
-    """Returns the documents of the tokens that are no padding, and the indices of these."""
+    """Returns the documents of the tokens that are not padding, and the indices of these tokens."""
     real = None if attention_mask is None else attention_mask.cpu() != 0
     numbers, kept = starts.flatten().cumsum(0), None  # the number of each token's document
     if real is not None and not real.all():

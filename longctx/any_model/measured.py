@@ -1,24 +1,24 @@
-"""What a layer takes as a checkpoint: one of each kind runs forward and backward at two lengths.
+"""Measures the seconds and bytes of layers as checkpoints, one of each kind at two lengths.
 
 A specimen of the model (any_model/specimen.py) runs with the attention of the run and in its dtype.
-Of each kind of layers the first gets weights of its own, and runs as seam.py runs it, the second
-forward included, beside an input of noise. Curves
+The first layer of each kind gets dense weights, and runs as seam.py runs it, with the second
+forward, on an input of noise. The curves
 
-    seconds    T (a + b L)     of a row of T tokens, in documents of L tokens
-    bytes      a + b T         the peak beside weights and input, with what the model hands to all
-                               layers (positions, masks)
-               T (b + c L)     where a would be negative: these grow faster than the row, as those
-                               of attention which holds its scores
+    seconds    T (a + b L)     for a row of T tokens, in documents of L tokens
+    bytes      a + b T         the peak without weights and input, with the tensors that the model
+                               passes to all layers (positions, masks)
+               T (b + c L)     if a would be negative: bytes that grow faster than the row, such as
+                               those of attention which holds its scores
 
-go through what was measured at both lengths. Extrapolated to other rows, they are wrong
+go through the measurements at both lengths. Extrapolated to other rows, they are wrong
 
     for windows        longer than the two lengths: seconds stop growing as L^2 beyond a window
     for experts        if tokens of text choose others than noise does, which spreads evenly
     for packed rows    of a model that keeps its own attention: no mask of (T, T) bytes was there
-    for shared keys    and values (Gemma 4, 3n): what a layer leaves for others is not counted
+    for shared keys    and values (Gemma 4, 3n): those that a layer keeps for others do not count
 
-A few steps of one layer take tenths of a second on a GPU. What was measured is remembered, so that
-a plan and the run that follows it decide by the same numbers.
+A few steps of one layer take tenths of a second on a GPU. The numbers are remembered, so that a
+plan and the run that follows it decide by the same ones.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from longctx.families.blocks import decoder_layers
 from longctx.settings import PatchOptions
 
 LENGTHS = {"cuda": (2048, 8192), "cpu": (32, 128)}
-"""Tokens of the two rows, by the device."""
+"""Tokens of the two rows, by kind of device."""
 SHORTER = (1, 2, 4, 8)
-"""What the lengths are divided by, until a layer fits into the memory that is free."""
+"""Divisors of the lengths, tried until a layer fits into free memory."""
 
 Out = TypeVar("Out")
 Kind = tuple[Any, ...]
-"""A kind of layers: its modules, their parameters' shapes and their settings (`kind_of`)."""
+"""A kind of layer: its modules, their parameters' shapes and their settings (`kind_of`)."""
 
 
 class Point(NamedTuple):
-    """One direction of a layer, at one length."""
+    """The cost of one direction of a layer at one length."""
 
     seconds: float
     nbytes: int
 
-    def beside(self, nbytes: int) -> Point:
-        """Returns the same beside other bytes."""
+    def plus_bytes(self, nbytes: int) -> Point:
+        """Returns the point with other bytes added."""
         return self._replace(nbytes=self.nbytes + nbytes)
 
 
@@ -72,10 +72,10 @@ def measured_layers(
     device: torch.device,
     trained: bool,
 ) -> tuple[Measured, ...] | str:
-    """Returns what each decoder layer takes of a model of the class `kind`, in their order, with
-    transformers' name of its attention (None: transformers' choice); `trained` says whether its
-    weights have gradients. Returns why nothing can be measured instead, in a few words. On a GPU
-    the peaks that torch has counted begin anew."""
+    """Returns the cost of each decoder layer of a model of the class `kind`, in order; `attention`
+    is transformers' name of its attention (None: transformers' choice), and `trained` says whether
+    its weights have gradients. If nothing can be measured, returns a short reason. On a GPU this
+    resets the peaks that torch has counted."""
 
     def make() -> Any:
         return outline(config, kind, attention, dtype)
@@ -93,7 +93,7 @@ def measured_layers(
         return "a layer does not fit beside what is on the GPU"
     except UserError as error:
         return one_line(error, 160)
-    except Exception as error:  # of a stranger's model
+    except Exception as error:  # the model's own code may raise anything
         return f"a layer cannot be tried: {type(error).__name__}: {one_line(error, 120)}"
     finally:
         if device.type == "cuda":
@@ -102,8 +102,9 @@ def measured_layers(
 
 
 def _lengths(config: Any, device: torch.device) -> tuple[int, int]:
-    """Returns the lengths of the two rows. Positions of some models begin behind those of padding
-    (RoBERTa's), and one too many ends the process on a GPU: no row has more than half of them."""
+    """Returns the lengths of the two rows, at most half of the model's positions. Some models'
+    positions begin after those of padding (RoBERTa's), and one too many ends the process on a
+    GPU."""
     short, long = LENGTHS[device.type]
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(most, int) or most >= 2 * long:
@@ -114,7 +115,7 @@ def _lengths(config: Any, device: torch.device) -> tuple[int, int]:
 def _each_kind(
     specimen: Specimen, kinds: Sequence[Kind], lengths: Sequence[int], trained: bool
 ) -> dict[Kind, Measured]:
-    """Returns what a layer of each kind takes; `kinds` are those of all layers of the model, of
+    """Returns the cost of a layer of each kind. `kinds` are those of all layers of the model, of
     which the specimen has the first ones."""
     model = specimen.model.train().requires_grad_(False)
     of_layer = dict(zip(decoder_layers(model), kinds, strict=False))
@@ -134,7 +135,7 @@ def _each_kind(
 
 
 class Allocator:
-    """Tells how many bytes of a GPU are taken; none where there is no GPU."""
+    """Counts the bytes that are allocated on a GPU; 0 without a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._counts = device, device.type == "cuda"
@@ -146,7 +147,7 @@ class Allocator:
         return torch.cuda.memory_allocated(self.device)
 
     def begin(self) -> None:
-        """From here on `most` is counted."""
+        """Resets the peak that `most` returns."""
         if self._counts:
             torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -156,15 +157,15 @@ class Allocator:
 
 class _Measuring:
     """The function that a specimen's layers ask for a checkpoint: it measures the first layer of
-    each kind, and runs all others. A forward of the specimen must follow at once."""
+    each kind, and only runs all others. The specimen's forward must follow at once."""
 
     def __init__(self, kinds: dict[nn.Module, Kind], memory: Allocator, trained: bool) -> None:
         self._kinds, self._memory, self._trained = kinds, memory, trained
         self._start = memory.now()
         self._shared: int | None = None
         self.found: dict[Kind, tuple[Point, Point]] = {}
-        """Forward and backward of a layer of each kind."""
-        store: Any = None  # it keeps what a seam hands it, and this one hands it nothing
+        """The cost of forward and backward of a layer of each kind."""
+        store: Any = None  # this seam stores nothing: its layers have no number (`ABOVE`)
         options = PatchOptions(class_type="any")
         self._seam = Seam(AnyRuntime(args=options, store=store, loss=None))
 
@@ -181,25 +182,26 @@ class _Measuring:
             return self._seam(function, x, *args[1:])
 
         with torch.enable_grad(), own_weights(layer, self._trained):
-            self._passed(layer, run, args[0])  # compiles, and chooses kernels
+            self._passed(layer, run, args[0])  # a first run compiles, and chooses kernels
             forward, backward, out = self._passed(layer, run, args[0])
-        self.found[kind] = forward.beside(self._shared), backward.beside(self._shared)
+        self.found[kind] = forward.plus_bytes(self._shared), backward.plus_bytes(self._shared)
         return out
 
     def _passed(
         self, layer: nn.Module, run: Callable[[Tensor], Any], x: Tensor
     ) -> tuple[Point, Point, Any]:
-        """Returns a layer's forward and its backward, and what it returns, without a graph."""
+        """Returns the cost of a layer's forward and of its backward, and its output without a
+        graph."""
         x = torch.randn_like(x).requires_grad_()
         leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
         before = self._memory.now()
         forward, out = self._spent(lambda: run(x))
         first = out if isinstance(out, Tensor) else out[0]
-        # A model holds what a layer returns besides (BLOOM's scores) while the next one runs.
-        forward = forward.beside(max(0, self._memory.now() - before - first.nbytes))
+        # A model holds further outputs of a layer (BLOOM's scores) while the next one runs.
+        forward = forward.plus_bytes(max(0, self._memory.now() - before - first.nbytes))
 
         def back() -> None:
-            # To these leaves alone: keys and values that layers share have graphs which are over.
+            # Not to all leaves: keys and values that layers share have graphs that were freed.
             first.backward(torch.ones_like(first), inputs=leaves)
 
         backward, _ = self._spent(back)
@@ -208,7 +210,8 @@ class _Measuring:
         return forward, backward, tree_map_only(Tensor, Tensor.detach, out)
 
     def _spent(self, work: Callable[[], Out]) -> tuple[Point, Out]:
-        """Returns what a work takes, beside the bytes that were there before."""
+        """Runs a work, and returns its seconds and its peak beyond the bytes that were there
+        before."""
         before = self._memory.now()
         self._memory.begin()
         start = time.perf_counter()
@@ -219,8 +222,8 @@ class _Measuring:
 
 @contextmanager
 def own_weights(layer: nn.Module, trained: bool) -> Iterator[None]:
-    """Gives a layer of a specimen weights of its own, dense in memory as a model's, in the place of
-    its views of the specimen's noise."""
+    """Returns a context in which a layer of a specimen has dense weights, as a model's, instead of
+    views of the specimen's noise."""
     before = {
         (module, name): parameter
         for module in layer.modules()
@@ -241,7 +244,7 @@ def own_weights(layer: nn.Module, trained: bool) -> Iterator[None]:
 
 
 def _fitted(lengths: Sequence[int], points: Sequence[Point]) -> Spent:
-    """Returns the curves through two points."""
+    """Returns the curves through the points at two lengths."""
     (short, long), (first, last) = lengths, points
     a, b = _line(lengths, [p.seconds / n for n, p in zip(lengths, points, strict=True)])
     seconds = (a, b) if b > 0 else (last.seconds / long, 0.0)

@@ -1,19 +1,18 @@
-"""Does a model keep the documents of a packed row apart? Rows of two documents are tried on it.
+"""Tests on rows of two documents whether a model keeps the documents of a packed row apart.
 
-Our packing says where documents begin by `position_ids` that restart. Not every model hears it: a
-recurrence hands its state on, a convolution reaches three tokens back, a mask is made without
-positions, learned positions are counted along the row. Three facts are looked at, each of which
-one of these breaks:
+Our packing marks where documents begin by `position_ids` that restart. Not every model heeds them:
+a recurrence passes its state on, a convolution reaches three tokens back, a mask is made without
+positions, learned positions are counted along the row. Each of these breaks one of three facts:
 
     later      the second document's states do not depend on the first document
-    earlier    nor the first one's on the second
-    alone      and they are those of the document in a row of its own
+    earlier    the first document's states do not depend on the second
+    alone      both are the states of the document in a row without the other
 
-For the first two, rows of one batch that differ in the other document alone are compared, which
-leaves no rounding between them: bits are equal where documents are apart, so that a leak of any
-size shows, also that of a recurrence which forgets soon. The third compares batches of other
-shapes. What counts as rounding is measured: equal rows of one batch, and the row's first document
-beside the document alone.
+The first two compare rows of one batch that differ in the other document alone, which leaves no
+rounding between them: separate documents have equal bits, so that a leak of any size shows, also
+that of a recurrence which forgets soon. The third compares batches of different shapes. The
+rounding is measured: between equal rows of one batch, and between the row's first document and the
+document alone.
 """
 
 from __future__ import annotations
@@ -27,21 +26,23 @@ from longctx.any_model.specimen import Specimen
 
 FIRST, SECOND = 75, 70
 """Tokens of the documents: together more than two of the chunks of 64 in which kernels run
-recurrences, and no multiple of anything."""
+recurrences, and multiples of nothing."""
 NEAR = 8
-"""Tokens from the border on, some of which a leak reaches: a convolution's the first ones."""
+"""Tokens after the border, some of which a leak reaches: a convolution's leak only the first
+ones."""
 SLACK = 4.0
-"""Times the rounding, which another draw may exceed."""
+"""The multiple of the measured rounding that still counts as rounding, since another draw may
+exceed it."""
 SHORT = 16
-"""Tokens to which windows are shortened, so that rows are longer."""
+"""Tokens to which windows are shortened, so that rows are longer than windows."""
 _REACHES = ("window", "chunk", "block_size", "index_topk")
-"""Parts of the names under which a configuration says how far something reaches, in tokens."""
+"""Parts of the names under which a configuration gives reaches in tokens."""
 
 
 def why_joined(specimen: Specimen, rounding: torch.dtype) -> str | None:
-    """Returns what shows that documents of a row are not apart, in a few words; None if they are.
-    Training and evaluation are tried, which compute in the dtype `rounding`. Raises whatever the
-    model raises."""
+    """Returns a short reason that shows that documents of a row are not apart; None if they are.
+    Training and evaluation are tried, which compute in the dtype `rounding`. Raises any error of
+    the model."""
     for training in (True, False):
         specimen.model.train(training)
         if reason := _why_joined(specimen, torch.finfo(rounding).eps):
@@ -50,8 +51,8 @@ def why_joined(specimen: Specimen, rounding: torch.dtype) -> str | None:
 
 
 def with_short_windows(config: Any) -> bool:
-    """Shortens to SHORT tokens what a configuration says of windows and the like. Returns whether
-    there is any: rows of a probe are too short for them as they are."""
+    """Shortens windows and the like in a configuration to SHORT tokens. Returns whether there are
+    any: a probe's rows are too short for them as they are."""
     text, found = config.get_text_config(), False
     for name, value in vars(text).items():
         if any(part in name for part in _REACHES) and type(value) is int and value > SHORT:
@@ -65,7 +66,7 @@ def _why_joined(specimen: Specimen, eps: float) -> str | None:
     vocabulary = specimen.model.config.get_text_config().vocab_size
 
     def documents(count: int, tokens: int) -> Tensor:
-        # Special tokens, of images for instance, stand at either end.
+        # Special tokens, those of images for instance, are at either end of the vocabulary.
         low, high = vocabulary // 4, vocabulary // 2
         ids = torch.randint(low, high, (count, tokens), generator=draw)
         return ids.to(specimen.device)
@@ -74,7 +75,7 @@ def _why_joined(specimen: Specimen, eps: float) -> str | None:
     second = _hidden(specimen, others, own)[:, FIRST:]  # (4, SECOND, D)
     first = _hidden(specimen, own, others)[:, :SECOND]
     alone = _hidden(specimen, own)
-    # Of two pairs the smaller: a router may send a token elsewhere for a rounding's sake.
+    # The smaller of two pairs: rounding may make a router send a token elsewhere in one of them.
     equal = SLACK * _apart(alone).max() + eps / 2
     found = {
         "with the first of two documents the second changes": (_apart(second).min(), equal),
@@ -85,7 +86,7 @@ def _why_joined(specimen: Specimen, eps: float) -> str | None:
         ),
     }
     for what, (error, most) in found.items():
-        if not error <= most:  # not a number is no answer
+        if not error <= most:  # also if the error is not a number
             return f"{what}, by {100 * error:.3g}%"
     return None
 
@@ -100,7 +101,8 @@ def _hidden(specimen: Specimen, *documents: Tensor) -> Tensor:  # (B, S) each ->
 
 
 def _apart(states: Tensor) -> Tensor:  # (2 P, S, D) -> (P,)
-    """Returns how far tokens near the border, the first ones, are apart in each pair of rows."""
+    """Returns how far the tokens near the border, which are the first ones, differ in each pair of
+    rows."""
     return _errors(states[::2], states[1::2])[:, :NEAR].amax(1)
 
 

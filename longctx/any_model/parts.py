@@ -1,14 +1,14 @@
 """Puts single kernels into Hugging Face's layers, for `longctx.patch(model, parts=["rope"])`.
 
-    rms_norm, layer_norm         every norm of the decoder: of its layers, of q and k, the last one
+    rms_norm, layer_norm         every norm of the decoder: in its layers, of q and k, the last one
     rope                         attention's own forward, with our rotation of q and k in it
     swiglu, geglu                the MLP's forward, around its own linear layers
     cross_entropy                the loss over whole logits, whose memory their gradient takes
     fused_linear_cross_entropy   lm_head and the loss in chunks, without logits (forwards/causal.py)
 
-Each kernel is put on one instance's modules, in training and in evaluation; no class and no
-function of transformers changes, so that other models of the process run as they did. Adapters,
-quantised weights, hooks and checkpoints are Hugging Face's and PEFT's, as without longctx.
+Each kernel is put on the modules of one model, for training and evaluation. No class and no
+function of transformers changes, so that other models of the process run as before. Adapters,
+quantised weights, hooks and checkpoints remain Hugging Face's and PEFT's.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from longctx.runtime.runtime import runtime_of
 from longctx.settings import FUSED, WHOLE
 
 _GATED = {"swiglu": "silu", "geglu": "gelu_tanh"}
+"""Maps parts to the activation of the gated MLPs that can take them."""
 
 
 # --- which a model can take ------------------------------------------------------------------
@@ -92,9 +93,9 @@ def check_family(where: str, parts: tuple[str, ...], config: PretrainedConfig) -
 
 
 def attach_parts(model: Any, parts: tuple[str, ...]) -> None:
-    """Puts the kernels into a model's layers, and the loss over whole logits in the place of its
-    own. Raises UserError, before anything is changed, for a module that is not what the family has
-    in its place, and for a loss that the model does not ask for."""
+    """Puts the kernels into a model's layers, and replaces its loss by ours over whole logits.
+    Raises UserError, before anything is changed, for a module that is not the family's, and for a
+    loss that the model does not ask for."""
     places = [place for part in parts for place in _places(base_of(model), part)]
     for loss in (WHOLE, FUSED):
         if loss in parts and (reason := _why_no_loss(model, loss)):
@@ -106,17 +107,17 @@ def attach_parts(model: Any, parts: tuple[str, ...]) -> None:
 
 
 def detach_loss(model: Any) -> None:
-    """Gives a model its own loss back."""
+    """Restores a model's own loss."""
     if isinstance(vars(model).get(_OWN_LOSS), WholeLoss):
         delattr(model, _OWN_LOSS)
 
 
 _OWN_LOSS = "_loss_function"
-"""The attribute in which transformers keeps a loss that was given to one instance."""
+"""The attribute in which transformers keeps the loss of one model."""
 
 
 def _why_no_loss(model: Any, part: str) -> str | None:
-    """Returns why a model cannot have this loss of ours, in a few words; None if it can."""
+    """Returns a short reason why a model cannot have this loss of ours; None if it can."""
     if head_of(model) is None:
         return f"{type(model).__name__} has no lm_head"
     if part == FUSED:
@@ -129,6 +130,7 @@ def _why_no_loss(model: Any, part: str) -> str | None:
 
 
 def _places(base: Any, part: str) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """Yields each module and the forward that it gets."""
     is_norm = part in ("rms_norm", "layer_norm")
     if is_norm:
         family = known_family(base)
@@ -152,7 +154,7 @@ def _places(base: Any, part: str) -> Iterator[tuple[nn.Module, Callable[..., Any
 
 
 def _known(base: Any, path: str, classes: tuple[str, ...], part: str) -> nn.Module:
-    """Returns the module at a path, whose forward is the one that the family has there."""
+    """Returns the module at a path. Raises UserError unless its forward is the family's."""
     module = part_of(base, path)
     if module is None:
         raise UserError(f"{part}: this model has no model.{path}")
@@ -196,14 +198,14 @@ def _gate_and_up(mlp: Any, x: Tensor) -> tuple[Tensor, ...]:  # two of (..., F)
 
 @untraced
 def rope_part(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs attention's own forward, in which the name of transformers' rotation is ours."""
+    """Runs attention's own forward, in which our function replaces transformers' rotation."""
     return _with_our_rope(type(self).forward)(self, *args, **kwargs)
 
 
 @cache
 def _with_our_rope(forward: FunctionType) -> FunctionType:
-    """Returns a function with the same code, to whose globals one name is added. The module's own
-    globals stay as they are, for all other models."""
+    """Returns a function with the same code, whose globals have our rotation under transformers'
+    name. The module's own globals stay, for all other models."""
     names = {**forward.__globals__, _ROTATION: _rotated}
     code, defaults = forward.__code__, forward.__defaults__
     ours = FunctionType(code, names, forward.__name__, defaults, forward.__closure__)
@@ -230,7 +232,7 @@ def _rotated(
 
 
 class WholeLoss:
-    """The loss over whole logits, which transformers' forward calls in the place of its own. It
+    """The loss over whole logits, which transformers' forward calls instead of the model's own. It
     holds the model weakly, and is saved and copied with it."""
 
     def __init__(self, model: Any) -> None:

@@ -1,6 +1,7 @@
-"""Patches any causal language model of transformers: checkpoints, attention and loss become ours.
+"""Patches any causal language model of transformers with our checkpoints, attention and loss.
 
-What cannot be ours stays the model's, and the line that `patch_any` returns says which and why.
+Where our attention or our loss cannot serve, the model keeps its own, and the line that `patch_any`
+returns says which and why.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ OPTIONS = ("offload_activations", "attn_backend", "host_memory_gib")
 
 
 def patch_any(model: PreTrainedModel, args: PatchOptions, device: torch.device) -> str:
-    """Patches `model` in place and says in a few words what runs. Raises UserError for an
-    encoder-decoder, a model without layers that could be checkpointed, one that is patched already,
-    and attention that was asked for by name and that the model cannot have."""
+    """Patches `model` in place and returns words for what runs. Raises UserError for an
+    encoder-decoder, a model without layers that could be checkpointed, a patched one, and for
+    attention that was asked for by name and that the model cannot have."""
     _refuse(model)
     prepare_imported_fla(model)
     kind, config = type(model), model.config
@@ -58,12 +59,12 @@ def patch_any(model: PreTrainedModel, args: PatchOptions, device: torch.device) 
 
 
 _BEFORE, _HOOKS = "_longctx_attention_before", "_longctx_hooks"
-"""The attributes of a model that keep the name of the attention which the patch exchanged, and the
+"""The attributes of a model with the name of the attention that the patch replaced, and with the
 handles of its hooks."""
 
 
 def unpatch_any(model: Any) -> None:
-    """Takes away what `patch_any` put on this model."""
+    """Removes everything that `patch_any` put on this model."""
     detach_seam(model)
     del model.forward
     vars(model).pop(NAME)
@@ -76,9 +77,9 @@ def unpatch_any(model: Any) -> None:
 def any_attention(
     config: Any, kind: Any, backend: Backend, device: torch.device
 ) -> tuple[str | None, str]:
-    """Returns transformers' name of our attention if models of the class `kind` are to have it, or
-    None and why not; no reason if theirs was asked for. Raises UserError where ours was asked for
-    by name and cannot be."""
+    """Returns transformers' name of our attention for models of the class `kind`, or None and why
+    not; the reason is empty if theirs was asked for. Raises UserError if ours was asked for by name
+    and cannot serve."""
     if backend not in NAMES:
         return None, ""
     own = "eager" if getattr(config.get_text_config(), _CAP, None) is not None else None
@@ -92,7 +93,7 @@ def any_attention(
 
 
 _CAP = "attn_logit_softcapping"
-"""transformers' sdpa has no cap of scores, which 5.17 left out in silence."""
+"""The setting for a cap of scores, which transformers' sdpa lacks: 5.17 left it out in silence."""
 
 
 def _loss_of(model: Any, device: torch.device) -> tuple[LossFactors | None, str]:
@@ -119,7 +120,7 @@ def _refuse(model: Any) -> None:
 
 
 def why_not_any(config: Any) -> str | None:
-    """Returns why no model of a configuration can be patched so, None if one can be."""
+    """Returns why no model of a configuration can be patched as any model; None if one can."""
     if getattr(config, "is_encoder_decoder", False):
         return (
             "is an encoder-decoder, whose loss is not of the next token of one row: use "

@@ -1,13 +1,13 @@
-"""Is our attention the model's, and our loss? Both are tried on two short rows, before a step.
+"""Tests on two short rows, before any step, whether our attention and our loss equal the model's.
 
-What is tried is a specimen (any_model/specimen.py): the model's class and configuration, a few
-layers, random weights, fp32, so that the answer is the same whatever size the model has, and
-whether its weights are there yet. A model that computes scores in a way of its own, or adds
-something to its loss, shows a difference of percents; fp32 leaves 1e-6 a layer.
+A specimen is tried (any_model/specimen.py): the model's class and configuration, a few layers,
+random weights, fp32. So the answer depends neither on the model's size nor on whether its weights
+are loaded. A model that computes scores in another way, or adds a term to its loss, shows a
+difference of percents; rounding in fp32 leaves 1e-6 per layer.
 
-The specimen is on the GPU, or on the CPU with less width (any_model/narrow.py), where both
-questions take 0.6 s of one core for Llama-3.1-8B's sizes, 2.3 s for DeepSeek-V3's, and 4.9 s for
-those of Gemma 4 E4B, which runs with all layers only (measured).
+The specimen is on the GPU, or on the CPU with less width (any_model/shrunk_config.py), where both
+tests take 0.6 s of one core for Llama-3.1-8B's sizes, 2.3 s for DeepSeek-V3's, and 4.9 s for those
+of Gemma 4 E4B, which runs with all layers only (measured).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from longctx.any_model.attention import counted_calls
 from longctx.any_model.loss import any_forward
-from longctx.any_model.narrow import narrowed
 from longctx.any_model.packed import with_short_windows
 from longctx.any_model.runtime import NAME, AnyRuntime, LossFactors
+from longctx.any_model.shrunk_config import narrowed
 from longctx.any_model.specimen import Found, Specimen, of_specimen, outline
 from longctx.errors import UserError, one_line
 from longctx.settings import PatchOptions
@@ -36,13 +36,13 @@ _OF_A_FILE = frozenset(
     "architectures dtype torch_dtype use_cache transformers_version _name_or_path "
     "_attn_implementation".split()
 )
-"""What a configuration says that changes no answer: a model writes some of it there."""
+"""Settings of a configuration that change no answer. Making a model writes some of them."""
 
 
 def remembered(ask: Callable[..., Answer]) -> Callable[..., Answer]:
-    """Returns a function of a configuration, a class and what else there is, that asks once for
-    each of them: a plan, the packing of rows and the patch of a model want the same answers. What
-    raises an error is asked again."""
+    """Returns a function of a configuration, a class and further arguments that remembers its
+    answers: a plan, the packing of rows and the patch of a model ask for the same ones. Errors are
+    not remembered."""
     answers: dict[Any, Answer] = {}
 
     @wraps(ask)
@@ -66,21 +66,21 @@ ROWS, TOKENS = 2, 24
 """The rows of the batch on which attention is tried, and the tokens of each: more than the windows
 of `with_short_windows` have."""
 LABELLED = 16
-"""Tokens in each of the two rows on which the loss is compared: 32."""
+"""Tokens in each of the two rows on which losses are compared: 32 in all."""
 CLOSE = 2e-5
-"""The largest relative difference of two losses that are one."""
+"""The largest relative difference of two losses that count as equal."""
 SAME = 1e-3
-"""The largest relative difference of hidden states with two kinds of attention that are one. Nine
-tokens of ten must keep it, since a router may decide near ties otherwise. The rounding of 30 layers
-of Gemma 4 with random weights grows to 2.4e-4."""
+"""The largest relative difference of hidden states from two kinds of attention that count as equal.
+Nine tokens of ten must keep it, since a router may decide near ties differently. The rounding of 30
+layers of Gemma 4 with random weights grows to 2.4e-4."""
 
 
 @remembered
 def why_not_our_attention(
     config: Any, kind: Any, own: str | None, device: torch.device
 ) -> str | None:
-    """Returns why the layers of a model of the class `kind` cannot have our attention, in a few
-    words; None if they compute with it what they compute with `own`, a name of transformers'."""
+    """Returns a short reason why the layers of a model of the class `kind` cannot have our
+    attention; None if they compute the same with it as with `own`, one of transformers' names."""
     if not kind._can_set_attn_implementation():
         return _ITSELF
     if dropout := _attention_dropout(config.get_text_config()):
@@ -91,19 +91,19 @@ def why_not_our_attention(
         return _of_specimen(tried, kind, own, device, _why_other_states)
     except UserError as error:
         return one_line(error, 160)
-    except Exception as error:  # of a stranger's model
+    except Exception as error:  # the model's own code may raise anything
         return _untried(error)
 
 
 @remembered
 def find_loss(config: Any, kind: Any, device: torch.device) -> tuple[LossFactors | None, str]:
-    """Returns the factors with which our loss is that of models of a class, or None and why there
-    are none, in a few words."""
+    """Returns the factors with which our loss equals that of models of a class, or None and a short
+    reason why there are none."""
     try:
         return _of_specimen(config, kind, None, device, _compared)
     except UserError:
         raise
-    except Exception as error:  # of a stranger's model
+    except Exception as error:  # the model's own code may raise anything
         return None, _untried(error)
 
 
@@ -114,8 +114,8 @@ def _of_specimen(
     device: torch.device,
     look: Callable[[Specimen], Found],
 ) -> Found:
-    """Returns what `look` finds of a specimen in fp32, on a GPU if it has room. A CPU gets one with
-    less width, and one as wide as the model where the class cannot be made, or run, with less."""
+    """Returns what `look` returns for a specimen in fp32, on a GPU if it has room. A CPU gets one
+    with less width, or one as wide as the model if the class cannot be made, or run, with less."""
     make = partial(outline, kind=kind, attention=attention, dtype=torch.float32)
     cpu = torch.device("cpu")
     with _exact_fp32():
@@ -132,9 +132,9 @@ def _of_specimen(
 
 @contextmanager
 def _exact_fp32() -> Iterator[None]:
-    """Switches TF32 off, which trainers switch on: its 10 bits leave 1e-3 of a matmul. torch has an
-    older and a newer way of saying so, and raises an error where somebody has used one and reads
-    the other; what is said in both is restored in both."""
+    """Returns a context without TF32, which trainers switch on: its 10 bits leave errors of 1e-3 in
+    a matmul. torch has an older and a newer setting for it, and raises an error if one is written
+    and the other is read, so both are restored."""
     cudnn: Any = torch.backends.cudnn
     places = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
     matmul, before = torch.get_float32_matmul_precision(), [x.fp32_precision for x in places]
@@ -150,7 +150,8 @@ def _exact_fp32() -> Iterator[None]:
 
 
 def _why_other_states(specimen: Specimen) -> str | None:
-    """Returns what shows that a model computes other states with our attention, in a few words."""
+    """Returns a short reason that shows that a model computes other states with our attention; None
+    if it does not."""
     theirs = _states(specimen)
     with counted_calls() as (name, calls):
         try:
@@ -160,7 +161,7 @@ def _why_other_states(specimen: Specimen) -> str | None:
             raise
         except UserError as error:
             return one_line(error, 160)
-        except Exception as error:  # whatever a stranger's model does with a mask that is none
+        except Exception as error:  # a model's own code may do anything with a `Seen` as mask
             return _untried(error)
     if not any(calls):
         return _ITSELF
@@ -190,7 +191,7 @@ def _compared(specimen: Specimen) -> tuple[LossFactors | None, str]:
 
 
 def why_no_head(head: Any) -> str | None:
-    """Returns why our loss cannot be computed in a model's lm_head, None if it can."""
+    """Returns why our loss cannot be computed in a model's lm_head; None if it can."""
     if head is None:
         return "it has no lm_head"
     if type(head) is not nn.Linear and not type(head).__name__.startswith("FSDP"):
@@ -208,7 +209,7 @@ def _our_loss(model: Any, factors: LossFactors, given: dict[str, Any]) -> float:
 
 
 def _candidates(config: Any) -> Iterator[LossFactors]:
-    """Yields no factors, then those that a configuration names."""
+    """Yields the loss without factors, then with those that a configuration names."""
     scalings = [1.0]
     if scale := getattr(config, "logit_scale", None):  # Cohere's: a factor
         scalings.append(1 / scale)
@@ -229,7 +230,7 @@ def _labelled(specimen: Specimen) -> dict[str, Any]:
 
 
 def _states(specimen: Specimen) -> Tensor:  # (N, D)
-    """Returns hidden states of the real tokens of a padded row and of a whole one."""
+    """Returns hidden states of the real tokens of a padded row and of one without padding."""
     specimen.model.train()
     ids = _tokens(specimen.model, TOKENS, specimen.device)
     mask = torch.ones_like(ids)

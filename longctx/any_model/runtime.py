@@ -1,4 +1,4 @@
-"""The options, the store of inputs and the loss of a model that was patched as any model."""
+"""The options, the store of layer inputs and the loss of a model that was patched as any model."""
 
 from __future__ import annotations
 
@@ -25,45 +25,47 @@ from longctx.runtime.runtime import NO_RATES
 from longctx.settings import PatchOptions, TaskName, scored_tokens
 
 NAME = "longctx_any"
-"""The attribute of the patched model."""
+"""The attribute of a patched model that holds its `AnyRuntime`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossFactors:
-    """How a model's logits become its loss, as it was found by comparing the two."""
+    """How a model computes its loss from logits, found by comparing its loss with ours."""
 
     scaling: float = 1.0
-    """Divides logits."""
+    """The number by which logits are divided."""
     cap: float | None = None
-    """Bounds them, after that, by cap * tanh(logits / cap)."""
+    """The bound of the divided logits: cap * tanh(logits / cap); None without one."""
 
 
 @dataclass(kw_only=True)
 class AnyRuntime:
-    """No module and no buffer, so that nothing of it reaches the state dict."""
+    """The state of a patched model. It is no module and no buffer, so that none of it is in the
+    state dict."""
 
     args: PatchOptions
     store: ActivationStore
     loss: LossFactors | None
-    """None: the model computes its own loss, over all logits."""
+    """The factors of our loss; None: the model computes its own loss, over all logits."""
     passes: int = 1
-    """Batches of a step."""
+    """The number of batches of a step."""
     task: TaskName = "sft"
     pending_bytes: Callable[[Any], Pending] = field(default_factory=lambda: _pending)
-    """Tells what else the first step will claim on the GPU; an engine knows better."""
+    """Returns the bytes that the first step will also allocate on the GPU; engines set their own
+    function."""
     reserved_tokens: int = 0
-    """Tokens of the longest batch that the store has room for."""
+    """Tokens of the longest batch for which the store has room."""
     checkpointing: bool = True
     """Whether layers are asked to run as checkpoints; trainers may switch it off."""
     checkpoints: int = 0
-    """Layers that ran as checkpoints in the forward that runs."""
+    """The number of layers that ran as checkpoints in the current forward."""
     link_bytes: float | None = None
-    """The rate of the link to the host, if processes have measured it together."""
+    """Bytes per second over the link to the host, if processes have measured it together."""
     layers: Callable[[torch.dtype, torch.device, bool], tuple[Measured, ...] | str] | None = None
-    """Measures what each layer takes (measured.py); None: they are counted as Llama's."""
+    """Measures the cost of each layer (measured.py); None: layers are counted as Llama's."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copied and saved with the model; memory and streams are made anew."""
+        """Copies and files of the model have the options; memory and streams are made anew."""
         return _remake, (self.args, self.store.device.type, self.loss, self.layers)
 
     def begin(self, model: Any, x: Tensor | None) -> None:
@@ -80,8 +82,8 @@ class AnyRuntime:
             self.reserve(model, tokens)
 
     def check_checkpoints(self, model: Any) -> None:
-        """Ends a forward. Raises UserError if no layer ran as a checkpoint though all were asked
-        to: code of a stranger may call the layers' forward past transformers' checkpointing."""
+        """Ends a forward. Raises UserError if no layer ran as a checkpoint although all were asked
+        to: a model's own code may call the layers' forward past transformers' checkpointing."""
         count, self.checkpoints = self.checkpoints, 0
         asked = self.checkpointing and model.training and torch.is_grad_enabled()
         if asked and not count:
@@ -93,8 +95,8 @@ class AnyRuntime:
 
     def reserve(self, model: Any, tokens: int, host_room: int | None = None) -> None:
         """Decides where the inputs of layers wait, for batches of up to `tokens` tokens, and makes
-        room for them. `host_room`: bytes that it may take of the host (default: its share of what
-        is free)."""
+        room for them. `host_room` are the bytes that it may take of the host (default: its share of
+        what is free)."""
         self.reserved_tokens = tokens
         step, pending = self.step(model, tokens), self.pending_bytes(model)
         on_gpu = self.store.device.type == "cuda"
@@ -105,7 +107,7 @@ class AnyRuntime:
         self.store.reserve(chosen.ladder, host_bytes(step, chosen), room)
 
     def step(self, model: Any, tokens: int) -> Step:
-        """The step for which it is decided where the inputs of layers wait."""
+        """Returns the step for which it is decided where the inputs of layers wait."""
         device, dtype = self.store.device, model.dtype
         chunks = self.loss is not None
         sizes = peer_sizes(model, "any", dtype.itemsize, chunks_loss=chunks)
@@ -129,8 +131,8 @@ class AnyRuntime:
         )
 
     def _measured(self, sizes: Sizes, dtype: torch.dtype) -> Sizes:
-        """Returns the sizes with what layers were measured to take. A line says if they cannot
-        be."""
+        """Returns the sizes with the measured cost of layers, and prints a line if they cannot be
+        measured."""
         if self.layers is None:
             return sizes
         found = self.layers(dtype, self.store.device, trains_weights(sizes))
@@ -140,18 +142,18 @@ class AnyRuntime:
         return sizes
 
     def describe(self) -> str:
-        """Returns a line: where the inputs of layers wait for backward."""
+        """Returns a line that says where the inputs of layers wait for backward."""
         return describe(self.store.ladder, on_gpu=self.store.device.type == "cuda")
 
 
 def any_runtime_of(model: Any) -> AnyRuntime | None:
-    """Returns what `patch(any_model=True)` put on this model, None on another."""
+    """Returns the runtime that `patch(any_model=True)` put on this model; None on another."""
     return vars(model).get(NAME)
 
 
 def any_part(model: nn.Module) -> Any | None:
-    """Returns the model that was patched so, itself or inside what adapters or engines wrapped
-    around it."""
+    """Returns the model that was patched as any model: this one, or one inside the wrappers of
+    adapters or engines."""
     return next((part for part in model.modules() if any_runtime_of(part)), None)
 
 

@@ -1,18 +1,18 @@
-"""Each layer of a model as a checkpoint: forward keeps the layer's input alone, backward runs the
-layer forward again, and then back.
+"""Runs each layer of a model as a checkpoint: forward keeps the layer's input alone, backward runs
+the layer forward again, and then backward.
 
     y     = layer(x)                       nothing of the layer is kept but x
     dx    = the layer's own backward       after a second forward, with the same random numbers
 
-Every layer class of transformers 5 derives from GradientCheckpointingLayer and asks the function
+Every layer class of transformers 5 derives from GradientCheckpointingLayer and calls the function
 that `_set_gradient_checkpointing` gave it. Ours is torch's non-reentrant checkpoint under hooks of
-saved tensors, which hand the layer's input to our ActivationStore and fetch it back. A hand-written
+saved tensors, which pass the layer's input to our ActivationStore and fetch it back. A hand-written
 autograd.Function would be silently wrong where layers share keys and values through their keyword
 arguments (Gemma 4, Gemma 3n): the loss stays exact, and gradients are off by half.
 
-Saved a layer: x, 2 D bytes a token in 16 bits, on the GPU or on the host. Copies out run while the
-layer computes. When a layer's backward begins, the copy in of the layer below's x starts, into a
-buffer of its own: 2 units of x are on the GPU then. FLOPs are those of transformers' checkpointing.
+Saved per layer: x, 2 D bytes per token in 16 bits, on the GPU or on the host. Copies out run while
+the layer computes. When a layer's backward begins, the copy in of the layer below's x starts, into
+another buffer: 2 units of x are on the GPU then. FLOPs are those of transformers' checkpointing.
 """
 
 from __future__ import annotations
@@ -34,24 +34,23 @@ from longctx.families.blocks import decoder_layers
 from longctx.memory.store import ActivationStore, Saved
 
 ABOVE = "_longctx_layers_above"
-"""The attribute of a decoder layer that says how many follow it: a number, so that a copy of the
-model has it too."""
+"""The attribute of a decoder layer with the number of layers that follow it: a number, so that
+copies of the model have it, too."""
 HIDDEN = "hidden_states"
-"""The name of a layer's input where a model hands it over by keyword."""
+"""The name of a layer's input in models that pass it by keyword."""
 
 
 class Seam:
-    """The function that a model's layers ask for a checkpoint."""
+    """The function that a model's layers call for a checkpoint."""
 
     def __init__(self, runtime: AnyRuntime) -> None:
         self.runtime = runtime
         self._inside = False
-        """A layer is running: a layer inside it is a part of its checkpoint, with none of its
-        own."""
+        """Whether a layer is running: a layer inside it belongs to its checkpoint."""
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs `function` of `args`, the first of which is the layer's input. transformers up to
-        5.17 hands over `partial(layer.__call__, **kwargs)`, later versions `partial(forward, layer,
+        """Runs `function` with `args`, the first of which is the layer's input. transformers up to
+        5.17 passes `partial(layer.__call__, **kwargs)`, later versions `partial(forward, layer,
         **kwargs)`. Raises UserError for a layer that writes into its input."""
         if self._inside or not torch.is_grad_enabled():
             return function(*args, **kwargs)
@@ -83,8 +82,8 @@ class Seam:
 
 
 class _Input:
-    """The input of a layer whose forward runs: the hooks see more tensors than this one, such as
-    positions, which all layers share."""
+    """The input of a layer whose forward runs. The hooks also see other tensors, such as positions,
+    which all layers share."""
 
     def __init__(self, store: ActivationStore, x: Tensor, above: int) -> None:
         self._store, self._above = store, above
@@ -103,9 +102,9 @@ class _Input:
         return _Kept(self._store, self._saved, self._version)
 
     def release(self, layer: Any) -> None:
-        """Ends the layer's forward. The store holds x until then, so that its copy out is over
-        before its memory is used again. This object lives on, in the hooks of what autograd has
-        saved, and gives x up."""
+        """Ends the layer's forward. The store holds x until then, so that its copy out has ended
+        before its memory is reused. Hooks of saved tensors keep this object alive, so it drops
+        x."""
         x, self._x = self._x, None
         assert x is not None
         if x._version != self._version:
@@ -118,14 +117,14 @@ class _Input:
 
 
 class _Kept:
-    """What autograd's graph holds in the place of a layer's input."""
+    """Stands in autograd's graph for a layer's input."""
 
     def __init__(self, store: ActivationStore, saved: Saved, version: int) -> None:
         self._store, self._saved, self._version = store, saved, version
 
     def fetch(self) -> Tensor:
-        """Raises RuntimeError, as autograd does, for an input that was kept on the GPU and is
-        another one now."""
+        """Returns the layer's input. Raises RuntimeError, as autograd does, if it was kept on the
+        GPU and has been written to since."""
         entry = self._saved.entries.get(INPUT)
         if entry and entry.tensor is not None and entry.tensor._version != self._version:
             raise RuntimeError("a layer's input was written to between its forward and backward")
@@ -133,7 +132,7 @@ class _Kept:
 
 
 def unpack(kept: Any) -> Tensor:
-    """Returns a saved tensor: a layer's input, on the GPU, or what was never given away."""
+    """Returns a saved tensor: a layer's input, on the GPU, or any other as it is."""
     return kept.fetch() if isinstance(kept, _Kept) else kept
 
 
@@ -151,7 +150,7 @@ def with_input_first(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...]]:
     """Returns a function and its arguments with the layer's input as the first of them, if it came
-    by keyword: inside the function it would stay on the GPU."""
+    by keyword: bound to the function it would stay on the GPU."""
     function = partial(function, **kwargs) if kwargs else function
     given = function.keywords if isinstance(function, partial) else {}
     if args or not isinstance(given.get(HIDDEN), Tensor):
@@ -162,7 +161,7 @@ def with_input_first(
 
 
 def ask_for(model: Any, function: Callable[..., Any]) -> list[nn.Module]:
-    """Has every layer of a model ask `function` for its checkpoint, and returns the decoder's
+    """Makes every layer of a model call `function` for its checkpoint, and returns the decoder's
     layers. Raises UserError for a model without any."""
     layers = list(decoder_layers(model))
     try:
@@ -180,8 +179,8 @@ def ask_for(model: Any, function: Callable[..., Any]) -> list[nn.Module]:
 
 
 def attach_seam(model: Any, runtime: AnyRuntime) -> int:
-    """Has every layer of a model ask for our checkpoint, whoever switches checkpointing on later,
-    and returns how many decoder layers there are. Raises UserError for a model without any."""
+    """Makes every layer of a model call our checkpoint, whichever code switches checkpointing on
+    later, and returns the number of decoder layers. Raises UserError for a model without any."""
     seam = Seam(runtime)
     layers = ask_for(model, seam)
     for i, layer in enumerate(layers):
@@ -191,8 +190,8 @@ def attach_seam(model: Any, runtime: AnyRuntime) -> int:
 
 
 def _set(model: Any, seam: Seam, enable: bool = True, *args: Any, **kwargs: Any) -> None:
-    """Stands in for the method with which trainers switch checkpointing on with a function of
-    theirs, or off."""
+    """Replaces the method with which trainers switch checkpointing on, with their function, or
+    off."""
     type(model)._set_gradient_checkpointing(model, enable, gradient_checkpointing_func=seam)
     seam.runtime.checkpointing = enable
 

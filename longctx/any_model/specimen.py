@@ -1,15 +1,15 @@
 """A specimen of a model: of its class and configuration, cut to a few layers, with random weights.
 
-It answers questions about what a model computes before the model is there, on one device and in
-little memory, whatever size the model has and whatever engine will share it out:
+It shows what a model computes before the model is loaded, on one device and in little memory,
+whatever size the model has and whichever engine will shard it:
 
-    layers    the first ones, until each kind of layer has come up
+    layers    the first ones, until each kind of layer has occurred
     weights   large ones are views of one stretch of noise, as long as the largest of them, up to
               POOL_NUMBERS numbers, or as one expert of the largest stack; small ones are
               initialised as transformers does, and then moved a little, so that no gate is shut
               and no recurrence forgets at once
-    dropout   none, nor other noise of training, unless its cost is asked for
-    head      `hidden` returns what the head would get
+    dropout   none, nor other noise of training, unless its cost is measured
+    head      `hidden` returns the head's input
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ POOL_NUMBERS = 1 << 24
 """The most numbers of the noise that weights are views of. Rows of a weight that has more overlap,
 so that each matmul copies it first."""
 LARGE = 1 << 16
-"""Numbers in a weight that is a view of noise."""
+"""A weight with more numbers than this is a view of noise."""
 ALIGNED = 64
-"""Numbers between two places where the row of such a weight may begin: 128 bytes in 16 bits."""
+"""Rows of such a weight begin at multiples of this many numbers: 128 bytes in 16 bits."""
 _DECAYS = ("a_log", "dt_bias", "decay")
-"""Parts of the names of parameters that say how fast a recurrence forgets."""
+"""Parts of the names of parameters that decide how fast a recurrence forgets."""
 _SLOWER = 3.0
+"""The number that is subtracted from these parameters: with initial values a state is forgotten
+within a token, and a leak across documents would not show."""
 
 
 def outline(config: Any, kind: Any, attention: str | None, dtype: torch.dtype) -> Any:
     """Makes a model of the class `kind` without weights; `attention` is Hugging Face's name of its
-    attention, None for Hugging Face's choice. The configuration stays as it is. Raises whatever the
-    class raises."""
+    attention, or None for Hugging Face's choice. The configuration is not changed. Raises any error
+    of the class."""
     config = copy.deepcopy(taken_by(kind, config))
     config.dtype, config.use_cache = dtype, False
     if attention is not None:
@@ -49,8 +51,8 @@ def outline(config: Any, kind: Any, attention: str | None, dtype: torch.dtype) -
 
 
 class Specimen:
-    """Makes a specimen of a model without weights, which is changed. The process' random numbers
-    go on as before. With `whole` it has all layers, with `draws` the noise of training."""
+    """Turns a model without weights into a specimen, and leaves the process's random numbers as
+    they were. With `whole` it has all layers, with `draws` the noise of training."""
 
     def __init__(
         self, model: Any, device: torch.device, *, whole: bool = False, draws: bool = False
@@ -67,8 +69,8 @@ class Specimen:
 
     @torch.no_grad()
     def hidden(self, **inputs: Tensor) -> Tensor:  # (B, S) each -> (B, S, D) fp32
-        """Runs the model's own forward, and returns what its head gets, or what the model returns
-        if it has none."""
+        """Runs the model's own forward, and returns the input of its head, or the model's output if
+        it has no head."""
         seen: list[Tensor] = []
 
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -97,9 +99,9 @@ def of_specimen(
     *,
     draws: bool = False,
 ) -> Found:
-    """Returns what `look` finds of a specimen of the model that `make` outlines: a cut one, or one
-    with all layers where a cut one cannot run (Gemma 4 has inputs by layer). Raises whatever the
-    model raises."""
+    """Returns what `look` returns for a specimen of the model that `make` outlines: a cut one, or
+    one with all layers if a cut one cannot run (Gemma 4 has inputs by layer). Raises any error of
+    the model."""
     try:
         return look(Specimen(make(), device, draws=draws))
     except (UserError, torch.OutOfMemoryError):
@@ -109,7 +111,7 @@ def of_specimen(
 
 
 def _shorten(model: Any) -> None:
-    """Keeps the layers up to the last one of a kind that none before it has."""
+    """Keeps the layers up to the last one that is the first of its kind."""
     config = model.config.get_text_config()
     depth = getattr(config, "num_hidden_layers", None)
     lists = [
@@ -129,8 +131,8 @@ def _shorten(model: Any) -> None:
 
 
 def kind_of(layer: nn.Module) -> tuple[Any, ...]:
-    """Returns what tells one kind of layer from another: its modules, the shapes of their
-    parameters, and their settings that are no numbers."""
+    """Returns a key by which kinds of layers differ: its modules, the shapes of their parameters,
+    and their settings that are not numbers."""
     return tuple((path, type(module), *_settings(module)) for path, module in layer.named_modules())
 
 
@@ -152,11 +154,11 @@ def _draw_nothing(model: nn.Module) -> None:
 
 
 def _fill(model: Any, device: torch.device) -> None:
-    """Gives a model weights and buffers. A parameter in two places stays one."""
+    """Gives a model weights and buffers. A parameter with two names stays one."""
     scale = getattr(model.config.get_text_config(), "hidden_size", 64) ** -0.5
     made: dict[nn.Parameter, nn.Parameter] = {}
 
-    # With LARGE more, two weights that fill the pool begin at two places in it.
+    # With LARGE more numbers, two weights that fill the pool begin at different places in it.
     wanted = ((min(p.numel(), POOL_NUMBERS) + LARGE, _least(p.shape)) for p in model.parameters())
     numbers = max(map(max, wanted))
 
@@ -192,17 +194,18 @@ def _marked(values: Tensor) -> nn.Parameter:
 
 
 def _least(shape: torch.Size) -> int:
-    """Returns the numbers that the pool must have for a weight: those of one expert of a stack,
-    since grouped matmuls take no rows that overlap, and some by which experts differ."""
+    """Returns the numbers that the pool needs for a weight. For a stack of experts these are one
+    expert's, since grouped matmuls take no rows that overlap, and some more by which experts
+    differ."""
     if len(shape) != 3 or shape.numel() <= LARGE:
         return 0
     return shape[1] * shape[2] + 2 * ALIGNED * shape[0]
 
 
 def _view(pool: Tensor, shape: torch.Size, at: int) -> Tensor:
-    """Returns a view of the shape. The rows of a matrix that is larger than the pool overlap, and
-    so do the experts of a stack. All rows are as aligned as those of a weight of its own, which
-    grouped matmuls of GPUs ask for."""
+    """Returns a view of this shape. The rows of a matrix that is larger than the pool overlap, and
+    so do the experts of a stack. All rows are aligned as in a dense weight, which grouped matmuls
+    of GPUs require."""
     if len(shape) == 3 and len(pool) >= _least(shape):
         at %= len(pool) - _least(shape) + 1
         return pool.as_strided(shape, (2 * ALIGNED, shape[2], 1), at - at % ALIGNED)

@@ -13,7 +13,7 @@ and by_length.py says why short documents are left to flash. Only Hopper, sm_90,
 cuDNN's op has no sliding windows: for models that have them `auto` chooses flash there. Neither it
 nor flash caps scores: for models that do `auto` chooses fa4 or math. torch's op for CPUs has
 neither; such layers run in `math`. Heads over 256, which Gemma 4 has in some layers, only torch's
-memory-efficient op takes: it has neither, too, and nobody chooses it by name.
+memory-efficient op takes: it has neither, too, and has no name to choose it by.
 
 A new backend is a class with `forward` and `backward`, with the two methods of `AddsSinks`, or with
 those of `PerDocument`, which take one document; a line in `choose_attention`, and a row in
@@ -49,11 +49,9 @@ def choose_attention(
     windows: bool = False,
     softcap: float | None = None,
 ) -> tuple[str, Attention]:
-    """Returns the name and the backend for `name`; for `auto` the fastest that runs here.
-
-    Raises UserError if the backend cannot run on this device, with this dtype, with heads of this
-    size or, for a model that has sliding windows or caps its scores, with these.
-    """
+    """Returns the name and the backend for `name`; for `auto` the fastest that runs here. Raises
+    UserError if the backend cannot run on this device, with this dtype or with heads of this size,
+    or lacks the sliding windows or the cap of scores of the model."""
     if name in ("fa2", "sdpa", "eager"):
         raise UserError(
             f"--attn_backend {name} is for --class_type vanilla and liger; "
@@ -111,7 +109,8 @@ def _check_kernel(
 
 
 def lacks(name: str, *, windows: bool, softcap: bool) -> str | None:
-    """Says which of these, that a model needs, a backend for GPUs has not; None if it has all."""
+    """Returns which of the features that a model needs a backend for GPUs lacks; None if it has
+    all."""
     if softcap and name in ("cudnn", "flash"):
         return (
             f"--attn_backend {name} has no cap of attention's scores, which this model has: use "
@@ -323,8 +322,8 @@ class Math(PerDocument):
     def document_backward(
         self, do: Tensor, qkv: QKV, o: Tensor, lse: Tensor, how: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """p = exp(s - lse); dv = p.T do; ds = p (do v.T - rowsum(do o)); dq = ds k; dk = ds.T q.
-        With a softcap c, ds is times 1 - (s / c)^2."""
+        """Returns the gradients of one document: p = exp(s - lse); dv = p.T do; ds = p (do v.T -
+        rowsum(do o)); dq = ds k; dk = ds.T q. With a softcap c, ds is times 1 - (s / c)^2."""
         keys, values = (_heads_first(x, qkv.q).to(lse.dtype) for x in qkv[1:])
         dq, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)  # (H, L, d)
         for tile, seen in self._tiles(qkv, how):
@@ -428,7 +427,8 @@ class Cudnn(PerDocument):
 
 
 class Efficient(PerDocument):
-    """torch's memory-efficient op. It takes heads of any size, as many of keys as of queries."""
+    """torch's memory-efficient op. It takes heads of any size, and needs as many key/value heads as
+    query heads."""
 
     def document_forward(self, qkv: QKV, how: Scores) -> tuple[Tensor, Tensor]:
         q, k, v = qkv
@@ -455,7 +455,7 @@ class Efficient(PerDocument):
         return dq[0].transpose(0, 1), _sum_groups(dk[0], k), _sum_groups(dv[0], v)
 
     ROWS = 32
-    """lse has a multiple of so many rows, and infinity in those that are none of the document."""
+    """lse is padded to a multiple of this many rows with infinity."""
 
 
 def _batched(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,5 +1,6 @@
-"""Long documents in one backend and short ones in another: what `auto` takes where flash-attn-4 is
-missing and cuDNN is torch's fastest kernel.
+"""Runs long documents in one backend and short ones in another.
+
+`auto` takes this if flash-attn-4 is missing and cuDNN is torch's fastest kernel.
 
 cuDNN builds an execution plan for every length that a process has not seen. On an H200 forward and
 backward of a new length take 0.083 s more than of a known one, however long it is, and 4 MiB of
@@ -28,7 +29,7 @@ from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, AddsSinks, Attention, AttentionCall
 
 LONG = 16384
-"""Tokens from which a document is long."""
+"""The fewest tokens of a long document."""
 
 
 class Run(NamedTuple):
@@ -61,12 +62,12 @@ class ByLength(AddsSinks):
         return grads
 
     def of_scores(self, queries: int, keys: int) -> Attention:
-        """Returns the backend for these queries and keys: a document's is that of its tokens twice,
-        of which half are seen."""
+        """Returns the backend for these queries and keys: the one for a document with as many
+        scores, of which a document sees half."""
         return self.long if 2 * queries * keys >= self.long_tokens**2 else self.short
 
     def runs(self, documents: Documents) -> Iterator[Run]:
-        """Yields the documents in their order."""
+        """Yields the runs of documents, in their order."""
         lengths, bounds = documents.lengths, documents.cu_seqlens
         if max(lengths, default=0) < self.long_tokens:
             yield Run(self.short, slice(None), documents)

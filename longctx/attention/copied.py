@@ -30,9 +30,9 @@ from longctx.attention.protocol import QKV, AddsSinks, Attention, AttentionCall
 from longctx.kernels.places import sum_places
 
 MOST_BYTES = 2**27
-"""Copies of keys and values at one time, those of a head group."""
+"""The most bytes of copied keys and values at a time, which are those of a head group."""
 MOST_PLACES = 8
-"""Places of one key: its own, and one for each answer of its prompt."""
+"""The most places of one key: its own, and one for each answer of its prompt."""
 
 
 def with_copies(
@@ -42,8 +42,8 @@ def with_copies(
     windows: Iterable[int | None],
     key_bytes: int,
 ) -> Documents:
-    """Returns the documents of a batch with the places of their keys, if `Copied` is to compute
-    it. `key_bytes`: those of a token's keys and values."""
+    """Returns the documents of a batch with the places of their keys, if `Copied` is to compute it.
+    `key_bytes` are the bytes of a token's keys and values."""
     longest = documents.longest
     if not documents.parents or documents.padding or not attention.reads_bounds(longest):
         return documents
@@ -57,7 +57,8 @@ def with_copies(
 
 
 def _keys(documents: Documents, most: int) -> Keys:
-    """Numbers the places: before each document's own tokens stand those that it continues."""
+    """Numbers the places of keys: each document's own come after those of the documents that it
+    continues."""
     slices, device = [*documents.slices()], documents.cu_seqlens.device
     places = np.full((documents.tokens, most), -1, np.int32)
     used = np.zeros(documents.tokens, np.int64)

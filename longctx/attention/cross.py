@@ -41,7 +41,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def cross_of(attention: Attention) -> Cross:
-    """Returns the second call of this backend. Raises UserError for one that has none."""
+    """Returns the second call of this backend. Raises UserError for a backend without one."""
     if isinstance(attention, ByLength):
         return CrossByLength(attention)
     kind = CROSS.get(type(attention))
@@ -77,8 +77,8 @@ class Cross(ABC):
 
 
 class CrossFlash4(Cross):
-    """flash-attn-4 on a batch of one row, which needs no boundaries. Where it has no deterministic
-    backward, the first call's has raised an error before."""
+    """flash-attn-4 on a batch of one row, which needs no bounds. If it has no deterministic
+    backward, the first call has raised an error before."""
 
     def forward(self, qkv: QKV, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
         o, lse, *_ = self.attention.run_forward(
@@ -163,8 +163,8 @@ def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _sides(qkv: QKV, window: int | None) -> dict[str, int]:
-    """The keys that flash-attention's window shows on both sides of the diagonal that ends in the
-    last query and the last key."""
+    """Returns the keys that flash-attention's window shows on both sides of the diagonal that ends
+    in the last query and the last key."""
     n = len(qkv.q)
     return {} if window is None else dict(window_size_left=window - 1 - n, window_size_right=n - 1)
 

@@ -19,24 +19,24 @@ from longctx.errors import UserError, many
 
 
 class Padding(NamedTuple):
-    """Consecutive tokens of padding, whose outputs somebody reads (padding.py)."""
+    """Consecutive tokens of padding whose outputs are read (padding.py)."""
 
     tokens: slice
-    """Their place after the tokens of all documents."""
+    """Their indices after the tokens of all documents."""
     seen: slice
-    """The tokens of the document that stand right before them in their row, and to which they
-    attend; empty where they see none, as on the left of a row."""
+    """The tokens of the document right before them in their row, to which they attend; empty if
+    they see none, as on the left of a row."""
 
 
 class Keys(NamedTuple):
-    """The keys of documents as one call takes them, where a prompt's stand once more before those
-    of each answer (copied.py)."""
+    """The keys of documents for one call, in which a prompt's keys are repeated before those of
+    each answer (copied.py)."""
 
     tokens: Tensor  # (M,) int64: the token whose key is at each place
     bounds: Tensor  # (documents + 1,) int32: of each document's keys
     places: Tensor  # (T, n) int32: the places of each token's key, and -1 behind them
     longest: int
-    """No document has more keys."""
+    """The most keys of a document, or more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,8 @@ class Documents:
     images: tuple[slice, ...] = ()
     """The tokens of each image that is seen both ways (images.py)."""
     keys: Keys | None = None
-    """The keys of a batch in which a prompt's are copied before those of each answer (copied.py);
-    None where attention reads all keys in their place."""
+    """The keys of a batch in which a prompt's are repeated before those of each answer (copied.py);
+    None if attention reads each key once, in its place."""
 
     @classmethod
     def of_batch(
@@ -117,8 +117,8 @@ class Documents:
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> Documents:  # (B, S)
-        """A document starts at each row's start and wherever positions do not increase by 1. Raises
-        ValueError for positions that are not (B, S)."""
+        """Makes documents from positions (B, S): one starts at each row's start and wherever
+        positions do not increase by 1. Raises ValueError for another shape."""
         if position_ids.dim() != 2:
             raise ValueError(
                 f"position_ids must have shape (B, S), got {tuple(position_ids.shape)}"
@@ -184,13 +184,13 @@ class Documents:
 
     @property
     def before(self) -> tuple[int, ...]:
-        """The tokens of each document's parent: 0 for documents that continue none."""
+        """The number of tokens of each document's parent: 0 for a document without one."""
         parents = self.parents or (None,) * len(self.lengths)
         return tuple(0 if p is None else self.lengths[p] for p in parents)
 
     @cached_property
     def longest(self) -> int:
-        """The farthest that a token can look back, itself counted, where there are no windows."""
+        """The most tokens that a token attends to, itself counted, without windows."""
         of_padding = (
             p.seen.stop - p.seen.start + p.tokens.stop - p.tokens.start for p in self.padding
         )
@@ -204,9 +204,9 @@ class Documents:
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor, int, int]:
-        """Where documents begin, for a call of attention that reads it on the GPU: the bounds of
-        queries and those of keys, (documents + 1,) each, then the most queries and the most keys
-        that a document has."""
+        """The bounds of documents for a call of attention that reads them on the GPU: those of
+        queries and those of keys, (documents + 1,) each, then the most queries and the most keys of
+        a document."""
         longest = max(self.lengths)
         if self.keys is None:
             return self.cu_seqlens, self.cu_seqlens, longest, longest
@@ -214,7 +214,7 @@ class Documents:
 
     @cached_property
     def prompts(self) -> list[tuple[slice, list[slice]]]:
-        """The tokens of each document that others continue, with those of each of them."""
+        """The tokens of each document that others continue, with the tokens of each of these."""
         tokens = list(self.slices())
         answers: dict[int, list[slice]] = {}
         for own, parent in zip(tokens, self.parents, strict=False):
@@ -223,23 +223,23 @@ class Documents:
         return [(tokens[parent], found) for parent, found in answers.items()]
 
     def position_ids(self) -> Tensor:  # (T,) int64, on the device of the tokens
-        """Returns positions that start at 0, or go on from the parent's, in each document."""
+        """Returns positions that start at 0, or continue the parent's, in each document."""
         lengths = torch.tensor(self.lengths, dtype=torch.int64)
         starts = lengths.cumsum(0) - lengths - torch.tensor(self.before, dtype=torch.int64)
         positions = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
         return positions.to(self.cu_seqlens.device, non_blocking=True)
 
     def times(self) -> Tensor:  # (T,) fp32, on the device of the tokens
-        """Returns how often each token counts where every document has its own prompt: a prompt's
-        tokens as often as documents continue it."""
+        """Returns how often each token counts if every document had a copy of its prompt: a
+        prompt's tokens as often as documents continue it."""
         continued = Counter(parent for parent in self.parents if parent is not None)
         counts = torch.tensor([continued[i] or 1 for i in range(len(self.lengths))])
         times = counts.float().repeat_interleave(torch.tensor(self.lengths))
         return times.to(self.cu_seqlens.device, non_blocking=True)
 
     def arguments(self) -> dict[str, Tensor]:
-        """Returns what a patched model takes beside `input_ids` (1, T): `position_ids` (1, T),
-        `cu_seq_lens_q` (documents + 1,) and, where a document has a parent, `parents`
+        """Returns the arguments of a patched model besides `input_ids` (1, T): `position_ids` (1,
+        T), `cu_seq_lens_q` (documents + 1,) and, if a document has a parent, `parents`
         (documents,)."""
         found = dict(position_ids=self.position_ids()[None], cu_seq_lens_q=self.cu_seqlens)
         if self.parents:
@@ -257,7 +257,7 @@ def _length(tokens: slice) -> int:
 
 def _checked(lengths: Sequence[int], parents: Parents) -> tuple[int | None, ...]:
     """Returns the parents of the documents that are not empty, by their numbers among these, or
-    nothing if no document has a parent. Raises UserError as `Documents.of` says."""
+    nothing if no document has a parent. Raises UserError as `Documents.of` does."""
     if parents is None:
         return ()
     if not isinstance(parents, Iterable):
@@ -301,7 +301,8 @@ def _check_parent(document: int, parent: int, parents: list[int | None]) -> None
 
 
 def _whole(number: Any) -> int:
-    """Returns an integer of Python, NumPy or torch as Python's. Raises UserError for others."""
+    """Returns an integer of Python, NumPy or torch as Python's. Raises UserError for anything
+    else."""
     try:
         return operator.index(number)
     except TypeError:

@@ -48,8 +48,8 @@ flash_attn/cute/interface.py (4.0.0b36), where heads of 256 have a backward with
 11.x. Elsewhere sinks are merged into the result (attention/sinks.py)."""
 
 SMALLEST_HEAD = 24
-"""The smallest head size with right gradients. For 8 and 16 they are wrong by as much as they are
-large (4.0.0b36 on an H200); for 24, 32, 192 and 256 they are right."""
+"""The smallest head size with right gradients. For 8 and 16 their errors are as large as the
+gradients (4.0.0b36 on an H200); for 24, 32, 192 and 256 they are right."""
 
 LARGEST_HEAD = 256
 """The largest head size with a kernel."""
@@ -66,8 +66,8 @@ def present() -> bool:
 
 
 def why_not(device: torch.device, head_dim: int = 128, softcap: bool = False) -> str | None:
-    """Says in a few words why flash-attn-4 cannot train heads of this size, with scores that are
-    capped or not, on this GPU; returns None if it can."""
+    """Returns a short reason why flash-attn-4 cannot train heads of this size, with scores that are
+    capped or not, on this GPU; None if it can."""
     major, minor = torch.cuda.get_device_capability(device)
     if major not in TRAINABLE:
         return f"has no backward kernel for this GPU (sm_{major}{minor})"
@@ -87,7 +87,7 @@ def why_not(device: torch.device, head_dim: int = 128, softcap: bool = False) ->
 
 
 def takes_sinks(device: torch.device, head_dim: int) -> bool:
-    """Whether the kernels for this GPU and for heads of this size have sinks in their softmax."""
+    """Whether the kernels for this GPU and for heads of this size add sinks in their softmax."""
     major, _ = torch.cuda.get_device_capability(device)
     return major in WITH_SINKS and (major == 9 or head_dim != 256)
 

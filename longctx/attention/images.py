@@ -28,21 +28,21 @@ from longctx.attention.prefixes import merge_
 from longctx.attention.protocol import QKV, AddsSinks, Attention, AttentionCall
 
 PIECE = 16384
-"""Tokens of images that one second call takes, unless an image alone has more."""
+"""The most tokens of images of one second call, unless a single image has more."""
 
 
 class Turned(NamedTuple):
-    """Images of one second call."""
+    """The images of one second call."""
 
     queries: Tensor  # (n,) int64
     keys: Tensor  # (n,) int64
     documents: Documents
-    """One for each image."""
+    """The documents of the second call, one for each image."""
 
 
 def with_images(documents: Documents, seen: Tensor) -> Documents:  # (T,) bool
-    """Returns the documents with their images: runs of tokens that are `seen` as parts of one, each
-    within a document. One synchronisation."""
+    """Returns the documents with their images: runs of tokens that are `seen` as parts of an image,
+    each within a document. One synchronisation."""
     flags = seen.cpu()
     begins = torch.zeros(len(flags) + 1, dtype=torch.bool)
     begins[documents.cu_seqlens.cpu().long()] = True
@@ -54,7 +54,7 @@ def with_images(documents: Documents, seen: Tensor) -> Documents:  # (T,) bool
 
 
 def turned(images: Sequence[slice], device: torch.device) -> Iterator[Turned]:
-    """Yields the second calls. An image of one token has none."""
+    """Yields the second calls. An image of one token needs none."""
     long = [image for image in images if image.stop - image.start > 1]
     while long:
         taken, tokens = 1, long[0].stop - long[0].start

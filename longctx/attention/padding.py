@@ -116,7 +116,7 @@ class Padded(AddsSinks):
 
 
 def _seeing(documents: Documents, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Yields the padding that sees tokens of its document, and these."""
+    """Yields the padding that sees tokens of its document, and these tokens."""
     for tokens, seen in documents.padding:
         if window is not None:
             tokens = slice(tokens.start, min(tokens.stop, tokens.start + window - 1))

@@ -122,15 +122,15 @@ def parts_of(qkv: QKV, queries: slice, keys: slice) -> QKV:
 
 
 def inside(documents: Documents, window: int | None) -> int | None:
-    """The window of the first call: None if no document alone is longer than it."""
+    """Returns the window of the first call: None if no document alone is longer than it."""
     return window if window is not None and window < max(documents.lengths) else None
 
 
 def needed(parts: QKV, window: int | None) -> int | None:
-    """The window of a launch of the second call: None if every query sees every key."""
+    """Returns the window of a launch of the second call: None if every query sees every key."""
     return window if window is not None and window < len(parts.q) + len(parts.k) else None
 
 
 def _sum(a: Tensor, b: Tensor) -> Tensor:
-    """Adds in fp32 or wider, so that the gradients of several answers are rounded once."""
+    """Returns a sum in fp32 or wider, so that the gradients of several answers are rounded once."""
     return a.to(torch.promote_types(b.dtype, torch.float32)) + b

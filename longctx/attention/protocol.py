@@ -81,16 +81,14 @@ class AttentionCall(NamedTuple):
 
 
 class Attention(ABC):
-    """An attention backend. Tensors may be strided views; o and lse are written in place.
-
-    `softcap` bounds the scores of all layers, as Gemma 2's (arXiv 2408.00118); None: nothing does.
-    """
+    """An attention backend. Tensors may be strided views; o and lse are written in place. `softcap`
+    bounds the scores of all layers, as in Gemma 2 (arXiv 2408.00118); None: no bound."""
 
     writes_gradients = False
-    """True if backward writes dq, dk and dv in place; else it allocates them, and copies them."""
+    """Whether backward writes dq, dk and dv in place; otherwise it allocates and copies them."""
     fuses_sinks = False
-    """True if its kernels have attention sinks in their softmax, so that o is rounded once; else
-    forward merges them into o and lse (attention/sinks.py)."""
+    """Whether its kernels add attention sinks in their softmax, so that o is rounded once;
+    otherwise forward merges them into o and lse (attention/sinks.py)."""
     limits: tuple[int, ...] = ()
     """Lengths of the longest document up to which its work is the same."""
 
@@ -98,7 +96,8 @@ class Attention(ABC):
         self.softcap = softcap
 
     def reads_bounds(self, longest: int) -> bool:
-        """Whether the GPU alone reads where documents begin, of which none has more tokens."""
+        """Whether the GPU alone reads where documents begin, if no document has more than `longest`
+        tokens."""
         return False
 
     @abstractmethod

@@ -47,8 +47,9 @@ class Shards:
         return whole.chunk(self.ranks, dim=dim)[self.rank]
 
     def cut(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns this rank's part of a batch: (*, B, S / R) of each (*, B, S), and all of what has
-        no number a token, as pixels. Rows are padded with a document without labels."""
+        """Returns this rank's part of a batch: (*, B, S / R) of each (*, B, S), and all of a tensor
+        that is not one number per token, such as pixels. Rows are padded with a document without
+        labels."""
         shape = batch["input_ids"].shape
         length = shape[1]
         missing = -length % self.ranks
@@ -68,7 +69,8 @@ class Shards:
         }
 
     def shifted(self, labels: Tensor, ignored: int) -> Tensor:  # (B, S / R), both
-        """Gives each token the label of the next one, which may be on another rank."""
+        """Returns labels in which each token has the label of the next one, which may be on another
+        rank."""
         return self.own(torch.nn.functional.pad(self.whole(labels)[:, 1:], (0, 1), value=ignored))
 
     def total(self, count: Tensor) -> Tensor:  # (), both

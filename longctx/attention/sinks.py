@@ -27,13 +27,13 @@ class Sinks(NamedTuple):
 
 
 def merge_sinks_(o: Tensor, lse: Tensor, sinks: Sinks | None) -> None:  # (T, H, d), (H, T)
-    """Adds the sinks, if there are some, to the result of attention without them."""
+    """Adds the sinks, if there are any, to the result of attention without them."""
     if sinks is not None:
         add_sinks_(o, lse, sinks.logits)
 
 
 def add_grad_(sinks: Sinks | None, do: Tensor, o: Tensor, lse: Tensor) -> None:
-    """Adds to the gradient of sinks that train, from o (T, H, d) and lse (H, T) with sinks: before
-    backward writes dq over o."""
+    """Adds to the gradient of trained sinks, from o (T, H, d) and lse (H, T) with sinks. It must
+    run before backward writes dq over o."""
     if sinks is not None and sinks.grad is not None:
         sinks.grad.add_(sinks_grad(do, o, lse, sinks.logits))

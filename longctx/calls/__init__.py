@@ -1,3 +1,3 @@
-"""One call of a model: what its arguments say of documents, positions, padding and routers, and
-what its caller reads of it.
+"""One call of a model: documents, positions, padding and experts in its arguments, and the outputs
+that its caller reads.
 """

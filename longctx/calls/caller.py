@@ -1,7 +1,7 @@
-"""Who calls a base model: what that call tells it, and what it learns from it.
+"""The caller of a base model: what it tells the model, and what it learns from the call.
 
-Our forwards around the base model hand it a `Caller`. Without one, and where a causal model returns
-logits for a loss of somebody else's, the call stack says who reads the hidden states.
+Our forwards around the base model pass it a `Caller`. Without one, and if a causal model returns
+logits for another library's loss, the call stack shows who reads the hidden states.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ class Caller:
         self.owns_gradient = owns_gradient
         """Whether the output goes to our loss, which alone holds its gradient."""
         self.reads_padding = reads_padding
-        """Whether hidden states of padding are read; None: the call stack says."""
+        """Whether hidden states of padding are read; None: the call stack decides."""
         self.averages = averages
-        """Whether padding that is left out gets means of hidden states: the logits of all tokens
-        follow, and TRL's trainers log their means."""
+        """Whether padding that is left out gets means of hidden states, since the logits of all
+        tokens follow, and TRL's trainers log their means."""
         self.balances = balances
-        """Whether the auxiliary loss of experts is wanted."""
+        """Whether the auxiliary loss of experts is computed."""
         self.balance: Tensor | None = None
-        """The auxiliary loss of experts, (), once the scheduled layers have run; else None."""
+        """The auxiliary loss of experts, (), once the scheduled layers have run; otherwise None."""
         self.router_logits: tuple[Tensor, ...] | None = None
-        """The logits of routers, of each layer with experts (B S, E), known after the call; None
-        where nobody asks for them."""
+        """The logits of routers, (B S, E) for each layer with experts, after the call; None if they
+        were not asked for."""
         self.padded = False
         """Whether the scheduled layers left padding out; known after the call."""
 
     def as_keyword(self, base: nn.Module) -> dict[str, Any]:
         """Returns this object as a keyword if the base model runs our forward, also inside a
-        wrapper that shows its signature (accelerate's autocast); else no keyword."""
+        wrapper that shows its signature (accelerate's autocast); otherwise no keyword."""
         takes = "caller" in inspect.signature(base.forward).parameters
         return {"caller": self} if takes else {}
 
@@ -64,13 +64,13 @@ _AROUND = (
     *("longctx.any_model.", "longctx.calls.", "longctx.families.", "longctx.forwards."),
     *("longctx.images.", "longctx.mixers.", "longctx.patching.", "longctx.runtime."),
 )
-"""The modules whose functions hand a call on to a model, causal models of transformers among them.
-TRL's trainers are looked for first."""
+"""The modules whose functions pass a call on to a model, causal models of transformers among them.
+TRL's trainers are recognised first."""
 
 
 def _masks_padding() -> bool:
-    """Whether the call under way is made by a trainer of TRL or by a run of longctx, which read
-    nothing of padding. A user's own method of such a trainer is neither."""
+    """Whether a trainer of TRL, or a run of longctx, makes the current call: neither reads padding.
+    A user's own method of such a trainer counts as neither."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         home = frame.f_globals.get("__name__", "")
@@ -83,8 +83,9 @@ def _masks_padding() -> bool:
 
 
 def labels_on_padding(labels: Tensor, mask: Any) -> bool:  # (B, S)
-    """Whether the output of padding is trained: of shifted labels that of the last token of padding
-    on the left, too. Labels of other tokens than the mask's, as with `logits_to_keep`, may be."""
+    """Whether the output of padding is trained. With shifted labels this can be the last padding
+    token on the left, too. Labels of another shape than the mask's, as with `logits_to_keep`, may
+    be on padding."""
     if not isinstance(mask, Tensor):
         return False
     if mask.shape != labels.shape:
@@ -93,8 +94,8 @@ def labels_on_padding(labels: Tensor, mask: Any) -> bool:  # (B, S)
 
 
 def classifier_reads_padding(model: Any, inputs: Mapping[str, Any]) -> bool:
-    """Whether one of transformers' classifiers reads hidden states of padding: of tokens, those
-    with a label, or all if there are no labels; of sequences, that of one token."""
+    """Whether one of transformers' classifiers reads hidden states of padding. Those of tokens read
+    the tokens with a label, or all if there are no labels; those of sequences read one token."""
     ids, mask, labels = (inputs.get(n) for n in ("input_ids", "attention_mask", "labels"))
     if not isinstance(mask, Tensor):
         return False

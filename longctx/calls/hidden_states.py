@@ -1,14 +1,14 @@
-"""The hidden states of a forward that the schedule has run: the last one.
+"""The hidden states that the schedule returns: the last one.
 
 `output_hidden_states=True` asks for the input of the first layer and the output of every layer, the
-last of them after the final norm. The schedule has no use for the others and drops them, and most
-callers read `outputs.hidden_states[-1]` alone, to give it to a loss or a head of their own. So in
-training the tuple has its length and its last element; the elements before it are placeholders,
-each of which is an error as soon as anything is done with it. In evaluation, where states of single
-layers are looked at, Hugging Face's layers run and keep them all.
+last of them after the final norm. The schedule drops all but the last, and most callers read
+`outputs.hidden_states[-1]` alone, for a loss or a head of their own. So in training the tuple has
+its length and its last element; the elements before it are placeholders, and any operation on one
+is an error. In evaluation, where callers read states of single layers, Hugging Face's layers run
+and keep all.
 
-transformers may also be asked for single states by their indices. If that is the last one alone,
-the tuple is what Hugging Face's model returns: None before it.
+transformers also takes indices of single states. If the last one alone is asked for, the tuple is
+that of Hugging Face's model: None before it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ NAME = "output_hidden_states"
 
 
 def asked(config: Any, given: Mapping[str, Any]) -> Any:
-    """Returns what a call with the arguments `given` asks for: a flag, an index, indices; None for
-    nothing. As in transformers, the configuration counts where the argument is absent."""
+    """Returns the states that a call with the arguments `given` asks for: a flag, an index,
+    indices; None for no states. As in transformers, the configuration counts if the argument is
+    absent."""
     return (given[NAME] if NAME in given else getattr(config, NAME, None)) or None
 
 
 def is_served(config: Any, wanted: Any, *, trains: bool) -> bool:
-    """Whether the schedule has what `asked` returned: nothing, or in training the last state."""
+    """Whether the schedule has the states that `asked` returned: none, or in training the last
+    one."""
     if wanted is None:
         return True
     if not trains or getattr(config, "tie_last_hidden_states", None) is False:
@@ -44,14 +46,15 @@ def last_alone(
     hidden: Tensor,  # (B, S, D), after the final norm
     layers: int,
 ) -> tuple[Any, ...] | None:
-    """Returns the tuple of layers + 1 states in which the last one can be read."""
+    """Returns the tuple of layers + 1 states, of which the last one can be read."""
     if wanted is None:
         return None
     return (*(NotKept(i) if wanted is True else None for i in range(layers)), hidden)
 
 
 class _NotKeptError(UserError, AttributeError):
-    """An AttributeError, so that `hasattr`, by which accelerate looks for tensors, says no."""
+    """The error of a placeholder. It is an AttributeError, so that `hasattr`, by which accelerate
+    looks for tensors, returns False."""
 
 
 def _refuse(self: NotKept, *args: Any, **kwargs: Any) -> NoReturn:
@@ -62,7 +65,8 @@ def _refuse(self: NotKept, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 class NotKept:
-    """A hidden state that nobody has. Whatever is done with it but showing it is a UserError."""
+    """A placeholder for a hidden state that was not kept. Any operation on it but `repr` is a
+    UserError."""
 
     def __init__(self, index: int) -> None:
         self.index = index

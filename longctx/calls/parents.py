@@ -1,7 +1,7 @@
-"""Documents of a call that continue others: `parents` beside `cu_seq_lens_q`, and what the call's
-positions and labels must be then.
+"""Documents of a call that continue others: `parents`, and the positions and labels that a call
+with it must have.
 
-A prompt of 3 tokens and answers of 2 and 1, each of which goes on from the prompt:
+A prompt of 3 tokens and answers of 2 and 1, each of which continues the prompt:
 
     parents           -1 0 0                    cu_seq_lens_q     0 3 5 6
     position_ids      0 1 2  3 4  3             labels            - - -  a b  -100
@@ -9,8 +9,8 @@ A prompt of 3 tokens and answers of 2 and 1, each of which goes on from the prom
 Labels are shifted by one token, as in any causal model: the prompt's last token predicts a. It
 would have to predict the first token of the second answer as well, but has one label only.
 
-The three rows of positions of a prompt with images (positions.py) go on with the number after the
-largest of all three, equal in all of them.
+After a prompt with images, all three rows of positions (positions.py) continue with the number
+after the largest in any of them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from longctx.attention.documents import Documents, Parents
 from longctx.errors import UserError
 
 PARENTS = "parents"
-"""The argument of a patched model's forward; its entries are those of `Documents.of`."""
+"""The argument of a patched model's forward with the parents of documents, as in `Documents.of`."""
 
 
 def check_positions(position_ids: Tensor, documents: Documents) -> None:  # (B, S) or (3, B, S)
-    """Raises UserError if a document's positions do not go on from its parent's."""
+    """Raises UserError if a document's positions do not continue its parent's."""
     flat = position_ids.flatten(-2)
     pairs = [(prompt.stop - 1, a.start) for prompt, answers in documents.prompts for a in answers]
     last, first = flat[..., torch.tensor(pairs, device=flat.device)].unbind(-1)
@@ -46,7 +46,7 @@ def check_labels(
     parents: Parents,  # (documents,)
     ignored: int,
 ) -> None:
-    """Raises UserError if the first token of an answer has a label, but another answer stands
+    """Raises UserError if the first token of an answer has a label although another answer is
     between it and their prompt."""
     documents, _ = Documents.of_batch(labels, None, cu_seqlens, parents)
     firsts = [answer.start for _, answers in documents.prompts for answer in answers[1:]]

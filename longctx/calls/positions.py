@@ -1,18 +1,18 @@
-"""The positions of a call of a base model: those of RoPE, and those that tell documents apart.
+"""The positions of a call of a base model: for RoPE, and for the bounds of documents.
 
-Most models take one row of positions for each row of tokens, (B, S), and both are that. The text
+Most models take one row of positions for each row of tokens, (B, S), which serves both. The text
 models of vision-language models rotate each head by three rows, of time, height and width, and take
 
-    (B, S)       the same for all three
-    (3, B, S)    the three
-    (4, B, S)    the three after one that tells documents apart
+    (B, S)       one row for all three
+    (3, B, S)    the three rows
+    (4, B, S)    a row for the bounds of documents, and the three
 
-The three are equal for text: their RoPE is the ordinary one, and they tell documents apart as one
-row does. Tokens of an image have three of their own, of which each frequency of RoPE reads one
-(`rows_of`). These tell no documents apart; without a fourth row such a row of tokens is one
-document. Hugging Face's Qwen2-VL and Qwen2.5-VL read documents from the fourth row alone, so that
+For text the three rows are equal: their RoPE is the ordinary one, and they show the bounds of
+documents as one row does. Tokens of an image have three different rows, of which each frequency of
+RoPE reads one (`rows_of`). These show no bounds; without a fourth row such a row of tokens is one
+document. Hugging Face's Qwen2-VL and Qwen2.5-VL read bounds from the fourth row alone, so that
 their own layers get one (`four_rows`). GPT-OSS makes masks without positions; its own layers get
-some that were made with them (`with_masks`).
+masks that were made with them (`with_masks`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ class Positions(NamedTuple):
 
 
 def positions_of(position_ids: Tensor | None, rows: int) -> Positions | None:
-    """Returns the positions of a call; None if they have another shape than the model takes.
-    `rows` are those to which the model expands (B, S): 1, 3 or 4.
+    """Returns the positions of a call; None if their shape is not one that the model takes. `rows`
+    is the number of rows to which the model expands (B, S): 1, 3 or 4.
 
-    Rows that `expand` has made are not read. To compare others waits for the GPU once."""
+    Comparing the rows waits for the GPU once; rows that `expand` has made need no comparison.
+    """
     if position_ids is None or position_ids.dim() < 3:
         return Positions(position_ids, position_ids)
     if rows == 1 or position_ids.dim() > 3 or len(position_ids) not in (1, 3, 4):
@@ -51,19 +52,19 @@ def positions_of(position_ids: Tensor | None, rows: int) -> Positions | None:
 
 
 def rows_of(rotary: nn.Module, inv_freq: Tensor) -> Tensor:  # (d/2,) -> (d/2,) int32
-    """Returns the row of positions that each frequency of a rotary embedding reads, of time, height
-    and width, as its own code has it: of three tokens each has a position other than 0 in one row
-    alone, and the sine of a frequency tells in which."""
+    """Returns the row of positions, of time, height and width, that each frequency of a rotary
+    embedding reads. Its own code decides: each of three tokens has a position other than 0 in one
+    row alone, and the sine of a frequency shows in which."""
     tokens = torch.eye(3, dtype=torch.int64, device=inv_freq.device)[:, None]  # (3, 1, 3)
-    # Not by a call, whose hooks an engine counts in every process: one of them may be the first to
-    # have an image.
+    # `forward`, not a call: engines count the hooks of calls in every process, and only some of the
+    # processes may have an image in this batch.
     _, sin = rotary.forward(inv_freq.new_zeros(1, 3, 1, dtype=torch.float32), tokens)  # (1, 3, d)
     return sin[0, :, : len(inv_freq)].abs().argmax(0).int()
 
 
 def four_rows(base: Any, position_ids: Any) -> Any:
-    """Returns positions (4, B, S) in the place of (B, S), if these would not tell `base`, a base
-    model in Hugging Face's code, where documents begin; else the positions as they are."""
+    """Returns positions (4, B, S) instead of (B, S) if `base`, a base model in Hugging Face's code,
+    would not read the bounds of documents from (B, S); otherwise the positions as they are."""
     takes_four = known_family(base).position_rows == 3
     if not takes_four or position_ids is None or position_ids.dim() != 2:
         return position_ids
@@ -72,7 +73,7 @@ def four_rows(base: Any, position_ids: Any) -> Any:
 
 def with_masks(base: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a call of `base`, a base model in Hugging Face's code, with masks by
-    the type of layer, if the masks that it makes itself would not tell where documents begin."""
+    type of layer, if the masks that it makes itself would not keep documents apart."""
     positions, given = inputs.get("position_ids"), inputs.get("attention_mask")
     if known_family(base).masks_by_position or positions is None or given is not None:
         return inputs
@@ -89,12 +90,12 @@ def with_masks(base: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep_documents_apart(model: Any) -> list[Any]:
-    """Lets Hugging Face's layers of a model hear where documents begin, whoever calls it: our rows
-    are packed. It gets four rows of positions for one, or masks, where it needs them. Where the
-    configuration of a part asks for a cache, with which nobody looks for documents, calls do
-    without. Returns the handles by which these hooks are taken away."""
+    """Makes Hugging Face's layers of a model heed the bounds of documents in any call, since our
+    rows are packed. The model gets four rows of positions for one, or masks, if it needs them. If
+    the configuration of a part asks for a cache, with which transformers ignores the bounds, calls
+    run without a cache. Returns the handles by which these hooks are removed."""
     handles = []
-    if model.config.get_text_config() is not model.config:  # whose own cache Trainer switches off
+    if model.config.get_text_config() is not model.config:  # Trainer changes the outer one alone
         handles.append(model.register_forward_pre_hook(_without_cache, with_kwargs=True))
     base = base_of(model)
     if base is not None and known_family(base).position_rows == 3:
@@ -118,7 +119,8 @@ def _with_four_rows(base: Any, module: nn.Module, args: Any, kwargs: dict[str, A
 
 
 def _with_masks(base: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Leaves patched models alone, whose forward knows when Hugging Face's layers run."""
+    """Adds masks to a call. It skips patched models, whose own forward adds masks when Hugging
+    Face's layers run."""
     asked = kwargs.get("use_cache")
     caches = base.config.use_cache if asked is None else asked
     if caches or kwargs.get("past_key_values") is not None or "longctx" in vars(base):

@@ -1,26 +1,26 @@
-"""Hidden states of padding: who reads them, and how Hugging Face's layers make them.
+"""Decides whether hidden states of padding are computed, and whether the schedule can do so.
 
 Real tokens never attend to padding, so a loss that masks padding does not depend on its states:
-they are left out of all work then, and are zero. This holds for our loss, for sequence classifiers,
-for labels of a token classifier, and for TRL's trainers, which mask padding by themselves. Any
-other caller may read them (a loss over all logits, `mean(1)`, a question answering head), and gets
-Hugging Face's: computed by the schedule (attention/padding.py), or by their layers.
+then padding is left out of all work, and its states are zero. This holds for our loss, for sequence
+classifiers, for labels of a token classifier, and for TRL's trainers, which mask padding. Any other
+caller may read them (a loss over all logits, `mean(1)`, a question answering head), and gets those
+of Hugging Face's model: computed by the schedule (attention/padding.py), or by its layers.
 
-What a token without any key to attend to gets depends on Hugging Face's attention:
+The output of a token without any key to attend to depends on Hugging Face's attention:
 
     sdpa, flex      0
-    flash           0, and so does all padding, also where real tokens stand before it
+    flash           0, which all padding gets, also padding after real tokens
     eager           the mean of all values of its row, those of later tokens and padding included
-    sdpa by cuDNN   0, but in torch 2.11 what it gets without a mask, from all tokens of its row
+    sdpa by cuDNN   0, but in torch 2.11 its output without a mask, from all tokens of its row
                     (pytorch #177842)
 
 Torch takes cuDNN for 16 bits on H100, H200 and B200. Which kernel runs depends on the GPU, the
-dtype, torch and the caller's `sdpa_kernel`, so it is tried: where it gives something else than 0,
-and a batch has such a token, their layers run.
+dtype, torch and the caller's `sdpa_kernel`, so it is tried: if it does not return 0, and a batch
+has such a token, Hugging Face's layers run.
 
-Padding between real tokens counts in the sliding windows of sdpa, flex and eager, though not in
-flash's and the schedule's. Mixers of Hugging Face's see such padding as zeros, over which a state
-decays and a convolution reaches. Their layers run then, whoever calls.
+Padding between real tokens counts in the sliding windows of sdpa, flex and eager, but not in those
+of flash and the schedule. Hugging Face's mixers take such padding for zeros, over which a state
+decays and a convolution reaches. Hugging Face's layers run then, for any caller.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ComputedPadding(NamedTuple):
 
     rows: list[Row]
     blind: bool
-    """Whether padding attends to nothing, wherever it stands."""
+    """Whether padding attends to nothing, before and after real tokens."""
 
 
 def padding_of(
@@ -62,8 +62,8 @@ def padding_of(
     *,
     read: bool,
 ) -> tuple[ComputedPadding | None, str | None]:
-    """Returns a batch's padding if the schedule is to compute it, because it may be `read`, and why
-    the schedule cannot run this batch, in a few words. One synchronisation, or none."""
+    """Returns a batch's padding if the schedule has to compute it, since it may be `read`, and a
+    short reason if the schedule cannot run this batch. One synchronisation, or none."""
     attention, length = base.config._attn_implementation, mask.shape[1]
     flash = "flash" in attention
     shorter = [] if flash else [w for w in windows(base.config) if w is not None and w < length]
@@ -88,9 +88,9 @@ def padding_of(
 
 
 def with_means(hidden: Tensor, mask: Tensor) -> Tensor:  # (B, S, D), (B, S) -> (B, S, D)
-    """Gives padding the mean hidden state of the real tokens, without a gradient, so that a mean of
-    logits over whole rows is that over real tokens: `logits/chosen` and `logits/rejected` of TRL's
-    ORPO and CPO, whose chosen answers are the first half of the rows."""
+    """Returns hidden states in which padding has the mean of the real tokens, without a gradient,
+    so that a mean of logits over whole rows is that over real tokens: `logits/chosen` and
+    `logits/rejected` of TRL's ORPO and CPO, whose chosen answers are the first half of the rows."""
     real = mask.to(hidden.device) != 0
     parts = 2 if len(hidden) % 2 == 0 else 1
     with torch.no_grad():
@@ -101,7 +101,7 @@ def with_means(hidden: Tensor, mask: Tensor) -> Tensor:  # (B, S, D), (B, S) -> 
 
 
 def refuse_gradient(logits: Tensor, mask: Tensor) -> None:  # (B, S, V), (B, S)
-    """Lets backward raise UserError if a loss reads logits of padding that was left out."""
+    """Makes backward raise UserError if a loss reads logits of padding that was left out."""
 
     def check(grad: Tensor) -> None:
         if grad[(mask == 0).to(grad.device)].any():
@@ -112,14 +112,14 @@ def refuse_gradient(logits: Tensor, mask: Tensor) -> None:  # (B, S, V), (B, S)
 
 
 def _sees_nothing(row: Row, windows: list[int]) -> bool:
-    """Whether no real token stands before some padding of a row, in the window of some layer."""
+    """Whether some padding of a row has no real token before it, in the window of some layer."""
     return row.left > 0 or any(row.right >= window for window in windows)
 
 
 @torch.no_grad()
 def _gives_zero(base: Any, device: torch.device) -> bool:
-    """Whether the kernel that torch takes for a model's sdpa gives 0 to a token without any key to
-    attend to. One synchronisation."""
+    """Whether the kernel that torch takes for a model's sdpa returns 0 for a token without any key
+    to attend to. One synchronisation."""
     config, dtype = base.config, base.dtype
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     qkv = torch.ones(1, 1, _TRIED, head, dtype=dtype, device=device)

@@ -1,10 +1,10 @@
-"""The arguments of a model with experts that concern its routers, and the loss that comes of them.
+"""The arguments of a model with experts that concern its routers, and its auxiliary loss.
 
 output_router_logits    the auxiliary loss that balances experts (layer/balance.py), as
                         transformers' causal models take it and add it to their loss
-expert_ids              (L, B, S, k): the experts of each token in each of the L layers that
-                        have some, instead of the routers' choice, as reinforcement learning
-                        replays what a sampler chose; weights are still the routers'
+expert_ids              (L, B, S, k): the experts of each token in each of the L layers with
+                        experts, instead of the routers' choice, so that reinforcement learning
+                        replays a sampler's choice; the weights are still the routers'
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def chosen_of(
     ids: Tensor | None,  # (L, B, S, k)
     where: Tensor,  # (T,): the tokens that are computed, of B S
 ) -> tuple[Tensor | None, ...]:  # (T, k) each
-    """Returns the experts of each layer that a caller chose, None for layers without; empty where
-    the routers choose."""
+    """Returns the experts of each layer that a caller chose, None for layers without experts; empty
+    if the routers choose."""
     if ids is None:
         return ()
     every = iter(ids.to(where.device, IDS).flatten(1, 2)[:, where])
@@ -68,7 +68,7 @@ def times_of(
     real: Tensor | None,  # (T,)
 ) -> Tensor | None:  # (T,) fp32
     """Returns how often each computed token counts in means over all tokens: a token of a prompt
-    once for each answer, and padding not at all. None: all of them once."""
+    once for each answer, and padding not at all. None: all tokens count once."""
     if sharing is not None:
         once = torch.ones_like(sharing.source, dtype=torch.float32)
         return once.new_zeros(len(sharing.kept)).index_add_(0, sharing.source, once)
@@ -78,16 +78,16 @@ def times_of(
 
 
 def auxiliary_factor(model: Any) -> float:
-    """Returns the factor of the auxiliary loss in a model's loss, which vision-language models read
-    of their text's configuration."""
+    """Returns the factor of the auxiliary loss in a model's loss, which vision-language models have
+    in their text configuration."""
     own: float | None = getattr(model, "router_aux_loss_coef", None)
     found: float = model.config.get_text_config().router_aux_loss_coef if own is None else own
     return found
 
 
 def balance_loss(model: Any, caller: Caller, found: Any, mask: Tensor | None) -> Tensor:  # ()
-    """Returns the auxiliary loss of a call: the schedule's, or transformers' own of the logits that
-    Hugging Face's layers have returned."""
+    """Returns the auxiliary loss of a call: the schedule's, or transformers' own loss of the logits
+    that Hugging Face's layers have returned."""
     if caller.balance is not None:
         return caller.balance
     family = known_family(model)

@@ -1,17 +1,17 @@
 """Documents of a batch that begin with the same tokens: their prompt is computed once.
 
-    batch, two rows        computed: documents P, a, b     handed back
+    batch, two rows        computed: documents P, a, b     returned
     [P P P a a]            [P P P a a b]                   [P P P a a]
     [P P P b .]            parents    -   0   0            [P P P b .]
 
-`found` compares the documents and chooses the prompts; attention computes them by
-attention/prefixes.py. `spread` gives hidden states in the batch's shape again, and its backward
-adds up the gradients of a shared token in fp32.
+`found` compares the documents and chooses the prompts; attention/prefixes.py computes attention.
+`spread` returns hidden states in the batch's shape, and its backward sums the gradients of a shared
+token in fp32.
 
-Which documents share which prompt: the prompts that any two documents share form a tree, of which
-each document may take one node on its way, and k documents at a node of d tokens save (k - 1) d.
-`best_groups` finds the most that can be saved. Prompts of fewer than `LEAST_TOKENS` stay as they
-are: what they would save is little beside another launch of each kernel.
+The prompts that any two documents share form a tree. Each document may use one node on its path,
+and k documents at a node of d tokens save (k - 1) d tokens. `best_groups` finds the most that can
+be saved. Prompts of fewer than `LEAST_TOKENS` are not shared: they would save less than another
+launch of each kernel costs.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from longctx.kernels.launch import once_differentiable
 
 LEAST_TOKENS = 256
 MOST_COMPARED = 2**31
-"""Pairs of tokens that one batch may compare."""
+"""The most pairs of tokens that one batch compares: 512 documents of 8192 tokens."""
 PIECE = 2**22
-"""Elements of gradients that are added up at a time: 16 MiB in fp32."""
+"""Elements of gradients that are summed at a time: 16 MiB in fp32."""
 
 
 class Group(NamedTuple):
-    """Documents, by their numbers, which share their first `tokens`."""
+    """Documents, by their numbers, which share their first `tokens` tokens."""
 
     members: tuple[int, ...]
     tokens: int
@@ -48,7 +48,7 @@ class Sharing:
     shift: Tensor | None  # (computed,): added to positions, where prompts do not begin alike
     source: Tensor  # (T,) int64: the computed token that stands for each
     prompts: list[tuple[slice, list[int]]]
-    """The computed tokens of each shared prompt, and where it begins in the batch, once for each
+    """The computed tokens of each shared prompt, and its first token in the batch for each
     document."""
 
     @property
@@ -65,11 +65,12 @@ def found(
     absolute: bool = False,
     least: int | None = None,
 ) -> Sharing | None:
-    """Returns how to compute the batch, or None if no prompt is worth it. Reads the documents'
-    common lengths back from the device: one synchronisation.
+    """Returns how to compute the batch; None if no prompt is worth sharing. Reads the lengths that
+    documents have in common from the device: one synchronisation.
 
-    Positions must rise by 1 in each document, but need not begin alike, since attention depends on
-    their differences. Where it does not (`absolute`), only documents that begin alike share.
+    Positions must rise by 1 in each document. They need not begin with the same number, since
+    attention depends on their differences; where it does not (`absolute`), only documents with
+    equal first positions share.
     """
     lengths, least = documents.lengths, LEAST_TOKENS if least is None else least
     count = len(lengths)
@@ -88,14 +89,14 @@ def found(
 def _compared(
     ids: Tensor, positions: Tensor, starts: list[int], lengths: tuple[int, ...]
 ) -> tuple[list[list[int]], list[int | None]]:
-    """Returns how many tokens each two documents have in common at their beginning, and each one's
-    first position, or None if its positions do not rise by 1."""
+    """Returns the number of first tokens that each two documents have in common, and each
+    document's first position, or None if its positions do not rise by 1."""
     device, longest = ids.device, max(lengths)
     begin, ends = (torch.tensor(x, device=device)[:, None] for x in (starts, lengths))
     columns = torch.arange(longest, device=device)
     beyond = columns >= ends
     where = (begin + columns).clamp_(max=len(ids) - 1)
-    # What is beyond a document's end equals nothing.
+    # Beyond its end each document has a negative number that no other has: nothing is equal.
     numbers = -1 - torch.arange(len(lengths), device=device)[:, None]
     rows = torch.where(beyond, numbers, ids[where])
     found = [_first(rows != row) for row in rows]
@@ -106,7 +107,7 @@ def _compared(
 
 
 def _first(different: Tensor) -> Tensor:  # (documents, L) -> (documents,)
-    """The first column where each row is true; L if it is nowhere."""
+    """Returns the first column where each row is true; L if there is none."""
     column = different.to(torch.uint8).argmax(1)
     return torch.where(different.any(1), column, different.shape[1])
 
@@ -115,7 +116,8 @@ def _first(different: Tensor) -> Tensor:  # (documents, L) -> (documents,)
 
 
 class _Best(NamedTuple):
-    """The most that groups below a node save, with these documents left for a node above."""
+    """The most tokens that groups below a node save, if these documents are left for a node
+    above."""
 
     saved: int
     groups: tuple[Group, ...]
@@ -124,7 +126,7 @@ class _Best(NamedTuple):
 
 def best_groups(common: list[list[int]], least: int) -> list[Group]:
     """Returns the groups that save the most tokens, each with a prompt of at least `least`;
-    `common[i][j]` are the tokens that documents i and j have in common at their beginning."""
+    `common[i][j]` is the number of first tokens that documents i and j have in common."""
     everyone = list(range(len(common)))
     return sorted(_choices(everyone, common, least)[0].groups)
 
@@ -147,7 +149,7 @@ def _choices(members: list[int], common: list[list[int]], least: int) -> dict[in
 
 
 def _branches(members: list[int], common: list[list[int]], depth: int) -> list[list[int]]:
-    """Parts the documents by what they have in common beyond `depth`."""
+    """Splits the documents by the tokens that they have in common beyond `depth`."""
     branches: list[list[int]] = []
     for i in members:
         mine = next((branch for branch in branches if common[branch[0]][i] > depth), None)
@@ -169,7 +171,7 @@ def _joined(a: dict[int, _Best], b: dict[int, _Best]) -> dict[int, _Best]:
     return found
 
 
-# --- what is computed, and what it stands for ------------------------------------------------
+# --- the tokens that are computed, and the tokens that they stand for ------------------------
 
 
 def _sharing(
@@ -257,6 +259,6 @@ def spread(
     where: Tensor,  # (T,) int64: which of the caller's tokens are no padding
     tokens: int,  # of the caller, with padding
 ) -> Tensor:  # (tokens, D)
-    """Returns hidden states as the caller's rows hold them; those of padding are zero."""
+    """Returns hidden states in the caller's rows; those of padding are zero."""
     y: Tensor = _Spread.apply(x, sharing, where, tokens)
     return y

@@ -1,4 +1,4 @@
-"""GPUs that nobody measured here: their datasheets, and the shares of them that a step reaches.
+"""GPUs that were not measured here: their datasheets, and the shares of them that a step reaches.
 
 Peaks are those of NVIDIA's datasheets and of its whitepapers on the architectures Ampere, Ada and
 RTX Blackwell: FP16 or BF16 tensor TFLOP/s with FP32 accumulate, without sparsity, which on GeForce
@@ -35,21 +35,21 @@ from longctx.errors import UserError
 
 MEMORY_SHARE, LINK_SHARE = 0.88, 0.7
 """The shares of their datasheet rates that a GPU's memory and its link to the host reach. The first
-is that of the measured h100 and h200. The link's is for traffic in both directions at once: these
-servers with PCIe 5.0 reach 0.8, desktops less."""
+was measured on an H100 and an H200. The second is for traffic in both directions at once: servers
+with PCIe 5.0 reach 0.8, desktops less."""
 SPREAD, OWN_SPREAD = (0.8, 1.4), (0.7, 1.5)
-"""How many times the predicted seconds a step may take, at least and at most: on these cards, and
-on a card of which only numbers are known."""
+"""A step may take between the first and the second number times the predicted seconds: SPREAD is
+for the cards of this file, OWN_SPREAD for a card that a user gives by its numbers."""
 PCIE4, PCIE5 = 31.5e9, 63e9
-"""Bytes a second, each way, over 16 lanes."""
+"""Bytes per second, each way, over 16 lanes."""
 GRACE = 192e9
-"""Bytes a second, each way, of NVLink-C2C to a Grace host. The link could carry 450e9; the host's
-memory has 384e9 for both directions together."""
+"""Bytes per second, each way, of NVLink-C2C to a Grace host. The link could carry 450e9, but the
+host's memory moves 384e9 for both directions together."""
 
 
 class Shares(NamedTuple):
-    """What matmuls and attention reach in a training step, as shares of a chip's dense bf16 peak
-    with sums in fp32."""
+    """The shares of a chip's dense bf16 peak, with sums in fp32, that matmuls and attention reach
+    in a training step."""
 
     matmul: float
     attention: Mapping[str, tuple[float, float]]
@@ -57,7 +57,8 @@ class Shares(NamedTuple):
 
 
 def _torchs(forward: float, backward: float) -> dict[str, tuple[float, float]]:
-    """torch's own: FlashAttention-2, and what Hugging Face's layers take."""
+    """Returns the shares of torch's own FlashAttention-2, for the backend of that name and for the
+    one that Hugging Face's layers use."""
     return {"flash": (forward, backward), "cudnn": (forward, backward)}
 
 
@@ -77,22 +78,22 @@ BLACKWELL = Shares(0.64, {"fa4": (0.56, 0.46), "cudnn": (0.54, 0.40), "flash": (
 
 
 class Card(NamedTuple):
-    """A datasheet."""
+    """A GPU as its datasheet describes it."""
 
     name: str
     device: str
-    """A pattern of CUDA's names for it."""
+    """A pattern that matches CUDA's names of the card."""
     gpu_gib: float
     """The GPU's memory as CUDA reports it, with ECC as the card is sold; drivers differ by 1%."""
     peak_flops: float
     """Dense bf16 FLOP/s, with sums in fp32."""
     memory_bytes: float
-    """Bytes a second that the GPU's memory can read or write."""
+    """Bytes per second that the GPU reads from or writes to its memory."""
     link_bytes: float
-    """Bytes a second from the GPU to the host, and as many at the same time from the host."""
+    """Bytes per second from the GPU to the host, with as many at the same time from the host."""
     shares: Shares
     nvlinks: float = 0.0
-    """The rate of its NVLink in that of an H100; 0: it has none."""
+    """The rate of its NVLink divided by that of an H100; 0 for a card without NVLink."""
 
 
 CARDS = tuple(
@@ -140,7 +141,7 @@ ALIASES = {
     "h100": "h100-sxm h100-80gb",
     "h200": "h200-sxm h200-141gb",
 }
-"""Other names of a card, by its name."""
+"""Maps a card's name to its other names."""
 TOO_OLD = {
     "t4": "65 TFLOP/s in fp16, 2.3 in bfloat16",
     "v100": "125 TFLOP/s in fp16 by its datasheet, and at most its 15.7 of fp32 in bfloat16",
@@ -149,9 +150,9 @@ TOO_OLD = {
     "titan-rtx": "",
     "quadro-rtx-8000": "",
 }
-"""Volta, Turing and older: a name, and what is known of the card's bfloat16."""
+"""Maps GPUs of Volta, Turing and older to what is known of their bfloat16."""
 
-# --- a card of one's own ---------------------------------------------------------------------
+# --- a card given by its numbers -------------------------------------------------------------
 
 _PARTS = {
     "gib": (1, 4096, "GiB of memory"),
@@ -159,14 +160,16 @@ _PARTS = {
     "bandwidth": (1e10, 1e14, "bytes a second of the GPU's memory, 1008e9 for an RTX 4090"),
     "link": (1e9, 1e12, "bytes a second to the host, each way, 31.5e9 for PCIe 4.0 x16"),
 }
-"""Name -> the least, the most and what it is."""
+"""Maps each number of a user's own card to its least value, its largest value and its meaning."""
 _BALANCE = 150
-"""FLOPs of the peak to a byte of memory: 75 to 420 on the cards above, 153 on an A100."""
+"""FLOPs of the peak per byte of memory bandwidth, for a card whose bandwidth is not given: the
+cards above have 75 to 420, an A100 153."""
 
 
 def own_card(text: str) -> tuple[Card, str]:
-    """Returns the card of `gib=24,flops=165e12[,bandwidth=1008e9][,link=31.5e9]`, all as datasheets
-    have them, and a line on what was assumed. Raises UserError."""
+    """Returns the card of `gib=24,flops=165e12[,bandwidth=1008e9][,link=31.5e9]`, numbers as
+    datasheets give them, and a line that names what was assumed. Raises UserError for a number that
+    is missing, unknown or out of range."""
     numbers: dict[str, float] = {}
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))

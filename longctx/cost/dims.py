@@ -42,13 +42,13 @@ class Part(Protocol):
 
 
 class Adapted(NamedTuple):
-    """The sizes of a layer's adapters, as a token meets them: an adapter that k of E tokens are
-    given counts k / E times."""
+    """The sizes of a layer's adapters per token. An adapter of an expert, which k of E tokens
+    reach, counts k / E times."""
 
     inputs: float = 0
-    """Elements per token that they read."""
+    """Elements per token that adapters read."""
     outputs: float = 0
-    """Elements per token that they add to."""
+    """Elements per token to which adapters add."""
     parameters: float = 0
     """Parameters of adapters that a token is multiplied by."""
     rescaled: float = 0
@@ -61,25 +61,26 @@ class Mixed(NamedTuple):
     columns: int
     """The output features of all linear layers of the mixer together."""
     parameters: int
-    """Parameters that a token is multiplied by."""
+    """Parameters of the mixer's linear layers and of their adapters, frozen ones too."""
     trained: int
     """The number of trained parameters of the mixer."""
     state_bytes: int
     """Bytes of the mixer's state at the end of a segment."""
     graph: float
-    """Elements that autograd holds of a token for backward, for each one of `columns`."""
+    """Elements per token that autograd saves for backward, as a multiple of `columns`."""
     besides: tuple[float, float]
-    """FLOPs of matmuls that take as long as what the mixer computes besides its own, for a token
-    and each one of `columns`: forward, and backward."""
+    """The cost of what a mixer computes apart from its linear layers, in forward and in backward:
+    FLOPs of matmuls that take as long, per token and per column of `columns`."""
 
 
 class Spent(NamedTuple):
-    """What one direction of a layer was measured to take, of T tokens in documents of L tokens."""
+    """The measured cost of one direction of a layer, for T tokens in documents of L tokens."""
 
     seconds: tuple[float, float] = (0.0, 0.0)
-    """a and b of T (a + b L) seconds."""
+    """a and b of the T (a + b L) seconds that it takes."""
     nbytes: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """a, b and c of a + T (b + c L) bytes of the GPU, the layer's input not among them."""
+    """a, b and c of the a + T (b + c L) bytes of GPU memory that it needs, without the layer's
+    input."""
 
     def seconds_of(self, tokens: int, document: int) -> float:
         a, b = self.seconds
@@ -91,16 +92,15 @@ class Spent(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a layer of Hugging Face's was measured to take (any_model/measured.py)."""
+    """The measured cost of a layer of Hugging Face's (any_model/measured.py)."""
 
     forward: Spent = Spent()
     backward: Spent = Spent()
-    """The seconds and bytes that the layer's backward takes, those of its checkpoint's second
-    forward among them."""
+    """The cost of the layer's backward, with the second forward of its checkpoint."""
 
 
 UNKNOWN = Measured()
-"""Stands for a layer that nobody has measured or counted: its input alone is planned."""
+"""Stands for a layer whose cost was neither measured nor counted: a plan counts its input alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ class LayerKind(LayerSpec):
     folded: int = 0
     """Elements of the experts' weights that PEFT folds adapters into, in Hugging Face's code."""
     trains_weights: bool = True
-    """Whether any weights are trained; else they have no gradients."""
+    """Whether any weight of the layer is trained and has a gradient."""
     dense_bytes: int = 0
     """Bytes of the dense weights while a layer computes, if its weights are quantised."""
     rank: int = 0
@@ -169,6 +169,7 @@ class LayerKind(LayerSpec):
     drops: bool = False
     """Whether an adapter's input has dropout."""
     adapted: Adapted = Adapted()
+    """The sizes of the layer's adapters."""
     measured: Measured | None = None
     """The seconds and bytes that a layer of Hugging Face's was measured to take; None for a layer
     whose cost is counted."""

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 
 def step_flops(*, parameters: float, tokens: int, attended: float) -> float:
-    """`parameters` are those in matmuls; `attended` is the sum over layers of H d times the sum of
-    `squared_length` over documents."""
+    """Returns the model FLOPs of a step. `parameters` are those in matmuls; `attended` is the sum
+    over layers of H d times the sum of `squared_length` over documents."""
     return 6.0 * parameters * tokens + 6.0 * attended
 
 
 def matmul_parameters(total: int, frozen: int) -> int:
-    """Of `total` parameters in matmuls `frozen` count two thirds: their matmuls give no gradient of
-    the weight."""
+    """Returns the parameters that count in a step's FLOPs. Frozen ones count two thirds, since
+    their matmuls compute no gradient of the weight: 4 FLOPs per token instead of 6."""
     return total - frozen // 3
 
 
 def squared_length(document: int, window: int | None = None, before: int = 0) -> int:
-    """Twice the pairs of tokens of a document that attend to each other, but a token with itself
-    once: document^2, and with a window of W tokens 2 min(p, W - 1) + 1 at each position p.
+    """Returns twice the pairs of tokens of a document that attend to each other, where a token with
+    itself counts once: document^2, and with a window of W tokens 2 min(p, W - 1) + 1 at each
+    position p.
 
     A document that continues a prompt of `before` tokens, which is computed once for all of its
     answers, adds the pairs of its own tokens with the prompt's, and none of the prompt's own: a
@@ -35,9 +36,10 @@ def squared_length(document: int, window: int | None = None, before: int = 0) ->
         return squared_length(before + document, window) - squared_length(before, window)
     if window is None or document <= window:
         return document**2
+    # A window of 2 in a document of 4 gives 1 + 3 + 3 + 3 = 2^2 + 2 * 3 pairs.
     return window**2 + (document - window) * (2 * window - 1)
 
 
 def mfu(flops: float, seconds: float, peak_flops: float) -> float:
-    """Model FLOPs utilisation: the share of the chips' dense peak, in FLOP/s, that was used."""
+    """Returns the model FLOPs utilisation: the used share of the chips' dense peak, in FLOP/s."""
     return flops / seconds / peak_flops

@@ -1,4 +1,4 @@
-"""What images add to a step: the tower that sees them, its pixels, and the features that it makes.
+"""What images add to a step: the vision tower, its pixels, and the features that it makes.
 
 P patches and F features of all images of a batch; H the hidden size of the tower, D that of the
 language model.
@@ -9,14 +9,14 @@ language model.
             (images/tower.py), and 2 times (matmuls) and 2.5 times (attention) as much for
             gradients.
     bytes   the tower's weights, throughout, or while it runs if they wait on the host;
-            2 a number of pixels, which batches have in the tower's dtype;
+            2 per number of the pixels, which batches have in the tower's dtype;
             in forward 2 D F of features, twice, since Hugging Face's code joins those of all
-            images and holds both, as much once for each of deepstack's levels, and 2 H P of hidden
+            images and holds both, once more for each of deepstack's levels, and 2 H P of hidden
             states that its output holds;
             in backward deepstack's features alone, which the first layers have saved;
             while the tower runs, the activations of one group: of one layer where the tower is
             frozen, of all where it trains; these stay until its backward if it is the only group;
-            then 9 D F while features take their places (Tensor.masked_scatter).
+            then 9 D F while features are put among the embedded tokens (Tensor.masked_scatter).
 
 The gradients and states of a tower that trains are those of a block of the model
 (families/blocks.py).
@@ -34,60 +34,62 @@ from longctx.cost.peak import Buffers, Phase, Standing
 from longctx.cost.rates import Rates
 
 PLACING = 9
-"""Bytes that torch's masked_scatter takes for a number of a row, on a GPU, while it puts features
-among the embedded tokens: a mask and a sum of 64 bits."""
+"""Bytes of GPU memory that torch's masked_scatter needs per number of a row while it puts features
+among the embedded tokens: a mask and its cumulative sum in 64 bits."""
 WORKING = 25
-"""Elements of a patch that a layer of a tower needs while it computes, as multiples of H: 56 KiB of
-Qwen3-VL-8B's, most of them q and k in fp32, to which RoPE is applied."""
+"""Elements per patch that a tower's layer needs while it computes, as multiples of H: 56 KiB for
+Qwen3-VL-8B, most of them q and k in fp32, to which RoPE is applied."""
 ATTENTION_BACKWARD = 2.5
-"""The products of attention's backward, in those of its forward."""
+"""FLOPs of attention's backward, divided by those of its forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """An image of one size, as a tower and a row have it."""
+    """The size of an image, in the tower and in a row."""
 
     width: int
-    """Pixels as they reach the tower."""
+    """Columns of pixels that reach the tower."""
     height: int
+    """Rows of pixels that reach the tower."""
     patches: int
     features: int
-    """Vectors of D numbers that stand among the row's embedded tokens."""
+    """Vectors of D numbers that the image puts among the row's embedded tokens."""
     tokens: int
-    """Tokens of the row: one a feature, and those that mark the image's ends and lines."""
+    """Tokens of the row: one per feature, and those that mark the image's ends and lines."""
     pairs: int
-    """Pairs of patches of which one attends to the other, summed over layers."""
+    """Ordered pairs of patches that attend to each other, summed over layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tower:
-    """The sizes of what sees images: the tower, and what merges and projects its output."""
+    """The sizes of a vision tower, with the modules that merge and project its output."""
 
     parameters: int
-    """All of them."""
+    """All parameters of the tower."""
     patch_parameters: int
-    """Those that a patch is multiplied by."""
+    """Parameters by which each patch is multiplied."""
     feature_parameters: int
-    """Those that a feature is multiplied by."""
+    """Parameters by which each feature is multiplied."""
     hidden: int  # H
     features: int  # D
     layers: int
     saved: int
-    """Elements of a patch that a layer saves for backward."""
+    """Elements per patch that a layer saves for backward."""
     numbers: int
-    """Numbers of a patch's pixels."""
+    """Numbers of a patch's pixels, all channels and frames together."""
     states: int
-    """Hidden states of a patch that the tower's output holds beside features."""
+    """Hidden states per patch that the tower's output holds besides features."""
     deepstack: int
-    """How many layers of the language model add features of their own."""
+    """The number of layers of the language model to which the tower gives features of deeper
+    levels."""
     masks: bool
     """Whether attention computes all pairs of a group and masks those of different images."""
     itemsize: int
     """Bytes of an activation's element."""
     frozen_group: int
-    """Patches of a group, unless an image has more."""
+    """Patches that a frozen tower computes together, unless an image has more."""
     trained_group: int
-    """Patches of a group where the tower trains, unless an image has more."""
+    """Patches that a tower in training computes together, unless an image has more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,7 @@ class Images:
     image: Image
     count: int
     trained: bool = False
-    """Whether the tower trains."""
+    """Whether the tower is trained."""
     away: bool = False
     """Whether the tower's weights wait on the host while it does not run."""
 
@@ -112,7 +114,7 @@ class Images:
 
     @property
     def group(self) -> int:
-        """Images that the tower computes together."""
+        """The number of images that the tower computes together."""
         most = self.tower.trained_group if self.trained else self.tower.frozen_group
         return min(self.count, max(1, most // self.image.patches))
 
@@ -122,7 +124,8 @@ class Images:
 
     @property
     def forwards(self) -> int:
-        """How often the tower runs forward: again in backward, where there are several groups."""
+        """The number of the tower's forwards for a batch: two if it is trained in several groups,
+        which are recomputed in backward."""
         return 1 + (self.trained and self.groups > 1)
 
     # --- FLOPs and seconds -----------------------------------------------------------------------
@@ -154,8 +157,8 @@ class Images:
         return self.groups * self.tower.layers * each
 
     def seconds(self, rates: Rates) -> float:
-        """Returns the seconds of a batch: the tower's kernels, and waits for Python, which launches
-        as many for a group of few images as for one of many."""
+        """Returns the seconds of a batch: the tower's kernels, and the waits for Python, which
+        launches as many kernels for a group of few images as for one of many."""
         return together(self.flops / rates.of("tower"), self.kernels * TOWER_LAUNCH_S)
 
     # --- bytes -----------------------------------------------------------------------------------
@@ -167,13 +170,14 @@ class Images:
 
     @property
     def _weights(self) -> Buffers:
-        """Bytes of a frozen tower's weights; one that trains is a block of the model."""
+        """Bytes of a frozen tower's weights; 0 for a trained tower, which is a block of the
+        model."""
         nbytes = 0 if self.trained else self.tower.parameters * self.tower.itemsize
         return {"what sees images": nbytes}
 
     @cached_property
     def standing(self) -> Buffers:
-        """Buffers of images throughout a step: a frozen tower's weights, and pixels."""
+        """Buffers that exist throughout a step: a frozen tower's weights, and pixels."""
         return {
             **({"what sees images": 0} if self.away else self._weights),
             "pixels": self.tower.itemsize * self.tower.numbers * self.patches,
@@ -181,8 +185,8 @@ class Images:
 
     @cached_property
     def forward(self) -> Buffers:
-        """Buffers of images while the language model's layers run forward. The tower's output and a
-        joined copy of its features are held by Hugging Face's code."""
+        """Buffers of images while the language model's layers run forward. Hugging Face's code
+        holds the tower's output and a joined copy of its features."""
         tower = self.tower
         states = tower.states * tower.hidden * tower.itemsize * self.patches
         copies = 2 + tower.deepstack
@@ -191,14 +195,14 @@ class Images:
 
     @cached_property
     def backward(self) -> Buffers:
-        """Buffers of images on the GPU from the loss to the end of the layers' backward."""
+        """Buffers of images from the loss to the end of the layers' backward."""
         saved = self.tower.deepstack * self.feature_bytes
         return {**self.standing, "features of images": saved, **self._kept}
 
     @property
     def _kept(self) -> Buffers:
-        """Bytes that a tower which trains saves for backward, where all images are one group; empty
-        elsewhere."""
+        """Bytes that a tower in training saves for backward if all images are one group; otherwise
+        empty, since its groups are recomputed."""
         if not self.trained or self.groups > 1:
             return {}
         saved = self.tower.layers * self.tower.saved
@@ -217,14 +221,16 @@ class Images:
         """Bytes of the tower's activations of one group, in forward or in backward."""
         tower, patches = self.tower, self.group * self.image.patches
         elements = WORKING * tower.hidden
-        if backward or self._kept:  # one layer's working memory beside what all layers have saved
+        # One layer's working memory is needed beside what all layers have saved.
+        if backward or self._kept:
             elements += tower.layers * tower.saved
         mask = patches**2 if tower.masks else 0
         return (elements * patches + mask) * tower.itemsize
 
     def seen(self, *, backward: bool = False) -> Buffers:
-        """Buffers of images while the tower runs the last of its groups, forward or backward, and
-        in forward where features take their places after it."""
+        """Returns the buffers of images while the tower runs the last of its groups, forward or
+        backward. In forward they have room for the features that are put among the embedded tokens
+        afterwards."""
         held, group = self.forward["features of images"], self.group_bytes(backward=backward)
         if backward:  # beside the gradients of features
             held = self.backward["features of images"] + self.feature_bytes
@@ -235,8 +241,8 @@ class Images:
 
 
 def with_images(phases: Sequence[Phase], images: Images, standing: Standing) -> list[Phase]:
-    """Returns a step's phases with what images add to each, and with those of the tower: before the
-    layers' forward, and where it trains after their backward."""
+    """Returns a step's phases with the buffers of images in each, and with the tower's own phases:
+    one before the layers' forward, and for a tower in training one after their backward."""
     first, *rest = phases
     seen = {"gradients": standing.old_gradients(0), **images.seen()}
     found = [
@@ -247,5 +253,6 @@ def with_images(phases: Sequence[Phase], images: Images, standing: Standing) -> 
     if images.trained:
         after = {**standing.backward(-1), "gradients": standing.all_gradients()}
         after |= images.seen(backward=True)
+        # The last phase is the update, which begins after the tower has its gradients.
         found.insert(-1, Phase("images' gradients", after))
     return found

@@ -13,15 +13,15 @@
     so. Norms over all heads (wide_norms.py) keep rstd with o instead, 8 bytes a token.
 (**) only in layers with such norms; there h is what the norm after attention reads.
 
-A mixer in the place of attention keeps what it gives as o, with the states with which its segments
-begin, and no h: h is a sum of x and o then. With a mixer beside attention, o is what both keep.
+A mixer that replaces attention keeps its output as o, with the states at the start of its segments,
+and no h, which is the sum of x and o then. Where a layer has attention and a mixer, both keep o.
 
-Layers whose MLP stands beside attention keep no h, which nothing reads in their backward. An MLP
+Layers whose MLP runs in parallel to attention keep no h, which their backward does not read. An MLP
 without a gate keeps up alone under the name "gate up".
 
 A layer above others may keep nothing, not even x. Before its backward the layers below it run
-forward again, from the nearest that keeps x: each of them gets its input so, and keeps o until its
-own backward. Of k consecutive layers the lowest keeps x, the others nothing.
+forward again from the nearest one that keeps x. This recomputes the input of each, and each keeps o
+until its own backward. Of k consecutive layers the lowest keeps x, the others nothing.
 
 No result depends on the ladder: what is recomputed comes from the same kernels and the same tiles.
 """
@@ -37,15 +37,16 @@ from longctx.settings import Keeping, Offload
 
 Names = frozenset[str]
 ORDER = ("x", "o", "h", "q k v", "gate up", "down", "routing")
-"""The order in which they are written, and in which a layer's backward needs them."""
+"""The names of keepables, in the order in which they are written and in which a layer's backward
+needs them."""
 WORDS: tuple[Keeping, ...] = ("x", "o", "h", "qkv", "all")
-"""The words of --keep. Each asks for what is declared with it (`Keepable.word`), and for what the
-words before it ask for."""
+"""The words of --keep. Each asks for the keepables that are declared with it (`Keepable.word`) and
+for those of the words before it."""
 NOTHING: Names = frozenset()
 
 
 class Keep(NamedTuple):
-    """What a layer keeps, and which part of it waits on the host."""
+    """The saved activations that a layer keeps, and which of them wait on the host."""
 
     kept: Names
     hosted: Names = NOTHING
@@ -56,8 +57,8 @@ class Keep(NamedTuple):
 
 
 Ladder = tuple[Keep, ...]
-"""A Keep for each layer, in their order. If there are fewer than layers, the first one is also that
-of all layers below."""
+"""One Keep per layer, in the order of layers. If shorter than the model, its first entry also
+serves all earlier layers."""
 
 
 def in_order(names: Names) -> list[str]:
@@ -66,17 +67,18 @@ def in_order(names: Names) -> list[str]:
 
 
 def asked(keep: Keeping, layer: Table) -> Names:
-    """Returns the set that a word of --keep stands for in a layer of this table: what must be kept,
-    and what the word asks for of that which spares backward something."""
+    """Returns the keepables that a word of --keep stands for in a layer of this table: those that
+    must be kept, and of the word's own those that spare backward something."""
     words = WORDS[: 1 + WORDS.index("o" if keep == "auto" else keep)]
     useful = (k for k in layer.keepables if any(w.flops or w.nbytes for w in k.spares))
     return layer.always | {k.name for k in useful if k.word in words}
 
 
 def uniform(layers: Sequence[Table], keep: Keeping, offload: Offload) -> Ladder:
-    """Returns a ladder that ignores how much memory there is: each layer keeps x and o, or what was
-    asked for; with `offload` "all" it waits on the host, but for the last layer's."""
+    """Returns a ladder that ignores how much memory there is: each layer keeps x and o, or what
+    `keep` asks for. With `offload` "all" this waits on the host for all layers but the last."""
     kept = [asked(keep, layer) for layer in layers]
+    # The last layer's activations are read right after the loss: backward would wait for them.
     hosted = len(kept) - 1 if offload == "all" else 0
     return (*(Keep(names, names) for names in kept[:hosted]), *map(Keep, kept[hosted:]))
 
@@ -88,25 +90,26 @@ def runs(ladder: Ladder) -> Iterator[tuple[Keep, int]]:
 
 
 def run_again(ladder: Ladder) -> list[bool]:
-    """Returns for each layer whether it runs forward again in backward: the layer above keeps no
-    input."""
+    """Returns for each layer whether it runs forward again in backward, since the layer above keeps
+    no input."""
     return [*(INPUT not in above.kept for above in ladder[1:]), False]
 
 
 def lowest(ladder: Ladder, at: int) -> Keep:
-    """Returns what the lowest of the layers keeps that run forward again for layer `at`."""
+    """Returns the Keep of the layer from which layers run forward again for the backward of layer
+    `at`: the nearest below that keeps its input."""
     below = (keep for keep in reversed(ladder[:at]) if INPUT in keep.kept)
     return next(below, Keep(frozenset({INPUT})))
 
 
 def hosts(ladder: Ladder) -> bool:
-    """Whether something of a layer waits on the host."""
+    """Whether any saved activations wait on the host."""
     return any(keep.hosted for keep in ladder)
 
 
 def describe(ladder: Ladder, *, on_gpu: bool = True) -> str:
-    """Returns one line that says what is kept, where, and by which layers. Without a GPU there is
-    one memory."""
+    """Returns one line that says which activations are kept, where, and by which layers. `on_gpu`
+    False: the process has no GPU, so it has one memory."""
     of: dict[tuple[Keep, int], list[int]] = {}
     for i, keep, n in _parts(ladder):
         shown = keep if on_gpu else Keep(keep.kept)
@@ -115,7 +118,7 @@ def describe(ladder: Ladder, *, on_gpu: bool = True) -> str:
     for (keep, k), layers in of.items():
         first, last, n = layers[0], layers[-1], len(layers)
         which = f"layer {first}" if n == 1 else f"layers {first} to {last}"
-        if n <= last - first:  # layers of other kinds, which keep something else, are between them
+        if n <= last - first:  # between them are layers of other kinds, which keep something else
             which = f"{n} of {which}"
         places = {" on the host": keep.hosted, " on the GPU" if on_gpu else "": keep.on_gpu}
         what = [f"{' '.join(in_order(names))}{where}" for where, names in places.items() if names]
@@ -125,8 +128,8 @@ def describe(ladder: Ladder, *, on_gpu: bool = True) -> str:
 
 
 def _parts(ladder: Ladder) -> Iterator[tuple[int, Keep, int]]:
-    """Yields the layers that keep something: their number, what they keep, and how many layers they
-    are with those above them that keep nothing."""
+    """Yields for each layer that keeps something its index, its Keep, and the number of layers from
+    it to the next one that keeps something."""
     starts = [i for i, keep in enumerate(ladder) if i == 0 or keep.kept]
     for start, stop in pairwise([*starts, len(ladder)]):
         yield start, ladder[start], stop - start

@@ -1,8 +1,8 @@
-"""The seconds in which the GPU waits for the host, and what is spent to spare them.
+"""The seconds in which the GPU waits for the host, and the memory of CUDA graphs, which spare them.
 
-Eagerly, Python launches kernel after kernel: a step of short rows takes as long as that, however
-short its kernels are. As CUDA graphs (runtime/graphs.py), a step's layers are launched at once, for
-a copy of their gradients, and for memory of their own that the loss cannot share with them.
+Eagerly, Python launches kernel after kernel: a step of short rows takes at least as long as that,
+however short its kernels are. As CUDA graphs (runtime/graphs.py), a step's layers are launched at
+once. This takes a copy of their gradients, and a memory pool that the loss cannot share.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from longctx.cost.fitted import (
 )
 from longctx.cost.peak import Tables
 from longctx.cost.seconds import Numbers
-from longctx.cost.sizes import Sizes
 from longctx.cost.table import Phase
 
 PHASES: tuple[Phase, ...] = ("forward", "backward")
@@ -30,7 +29,8 @@ def kernels(tables: Tables) -> int:
 
 
 def _kernels_of(kind: LayerKind, tables: Tables) -> int:
-    """Tiles and segments count where kernels are many and short: of experts, and of mixers."""
+    """Returns the kernels of a layer. Those of experts count once per tile and those of mixers once
+    per segment, since there they are many and short."""
     dense = LAUNCHES + (ADAPTER_LAUNCHES if kind.rank else 0)
     of_tile = sum(part.tile_launches for part in kind.parts)
     of_segment = sum(part.segment_launches for part in kind.parts)
@@ -39,9 +39,9 @@ def _kernels_of(kind: LayerKind, tables: Tables) -> int:
 
 
 def host_waits(tables: Tables, passes: int, computed_s: Numbers, *, graphs: bool) -> Numbers:
-    """Returns the seconds of a step in which the GPU waits for the host, of kernels that take
-    `computed_s`."""
-    if tables.sizes.class_type != "custom":  # whose launches nobody has counted
+    """Returns the seconds of a step in which the GPU waits for the host, if its kernels take
+    `computed_s` in all."""
+    if tables.sizes.class_type != "custom":  # their launches were not counted
         return 0.0
     launched = passes * kernels(tables)
     if graphs:
@@ -50,21 +50,21 @@ def host_waits(tables: Tables, passes: int, computed_s: Numbers, *, graphs: bool
 
 
 def together(computed_s: Numbers, launched_s: float) -> Numbers:
-    """Returns the seconds of kernels that take `computed_s`, and that Python takes `launched_s` to
-    launch: the longer of the two, and more where they are alike, since Python does not always run
-    far ahead."""
+    """Returns the seconds of kernels that take `computed_s` and that Python takes `launched_s` to
+    launch. This is about the longer of the two, and 1.26 times that if both are equal, since Python
+    does not always run far ahead."""
     return (computed_s**3 + launched_s**3) ** (1 / 3)
 
 
-def layer_gradients(sizes: Sizes) -> int:
-    """Returns the bytes of the gradients of all layers."""
-    ends = sizes.vocab * sizes.hidden * (1 if sizes.tied else 2) * sizes.trains_head
-    return max(0, sizes.trained - ends) * sizes.itemsize
-
-
 def graph_bytes(tables: Tables) -> int:
-    """Returns the bytes that a step with CUDA graphs takes besides those of an eager one."""
+    """Returns the bytes that a step with CUDA graphs takes more than an eager one."""
+    sizes = tables.sizes
+    # The embedding and lm_head stay outside the graphs, and so do their gradients.
+    ends = sizes.vocab * sizes.hidden * (1 if sizes.tied else 2) * sizes.trains_head
+    gradients = max(0, sizes.trained - ends) * sizes.itemsize
     works = [kind.working(phase) for kind in tables.kinds for phase in PHASES]
     layer = max(sum(buffers.values()) for buffers in works)
     loss = sum(tables.loss.during("loss").values())
-    return layer_gradients(tables.sizes) + min(layer, loss)
+    # Eagerly the loss reuses the memory in which layers compute. A graph's pool stays, so that both
+    # exist at once: the sum instead of the maximum, which is the smaller one more.
+    return gradients + min(layer, loss)

@@ -1,13 +1,11 @@
-"""GPUs by name: bytes, and the rates that steps really reach.
+"""GPUs by name: their memory, and the rates that training steps reach on them.
 
-`h100` and `h200` hold what profiling/results measured (h200_layer.json, h200_kernels.json,
-h200_adamw.json, *_states_step.json). All other names are made from their datasheet (cards.py), and
-so is a card of one's own (`gib=24,flops=165e12`). These rates are estimates, and their `spread`
-says how far the seconds may be off.
+The rates of `h100` and `h200` were measured in profiling/results (h200_layer.json,
+h200_kernels.json, h200_adamw.json, *_states_step.json). Those of all other names come from
+datasheets (cards.py), and so do those of a card given by its numbers (`gib=24,flops=165e12`). These
+are estimates, and their `spread` says how far the seconds may be off.
 
-Attention is timed by backend, the one that `--attn_backend auto` takes first.
-
-What is measured on this machine (measure.py) is a `Machine` too.
+The rates measured on the machine of this process (measure.py) are a `Machine` too.
 """
 
 from __future__ import annotations
@@ -25,56 +23,58 @@ from longctx.cost.rates import AttentionRates, Rates, of_heads
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A GPU on its link to a host."""
+    """A GPU on its link to a host: its memory, and its rates in a training step."""
 
     name: str
     device: str
-    """A pattern of CUDA's names for it."""
+    """A pattern that matches CUDA's names of the GPU."""
     gpu_gib: float
-    """As CUDA counts it."""
+    """GiB of GPU memory as CUDA counts it."""
     flops: float
-    """Of large products in bf16, in a second."""
+    """FLOP/s of large bf16 matmuls."""
     attention: Mapping[str, AttentionRates]
-    """By --attn_backend; the first is what `auto` takes."""
+    """Attention's rates by backend; `--attn_backend auto` takes the first."""
     memory_bytes: float
-    """Read or written in a second."""
+    """Bytes per second that the GPU reads from or writes to its memory."""
     link_bytes: float
-    """Copied to the host in a second while as much comes from it."""
+    """Bytes per second copied to the host, with equal traffic back."""
     peak_flops: float | None = None
     """The datasheet's dense bf16 FLOP/s, with sums in fp32; None: not known."""
     peer_bytes: float | None = None
-    """To another GPU of the host in a second, while as much comes from it; None: over the link."""
+    """Bytes per second to another GPU of the host, with equal traffic back; None: through the
+    host's link."""
     shared_link: float = 1.0
-    """The share of `link_bytes` that each process has where more than two of a host copy at once;
-    1 where it was not measured."""
+    """The share of `link_bytes` that each process gets if more than two of a host copy at once; 1
+    where it was not measured."""
     measured: bool = False
+    """Whether the rates were measured; otherwise they are estimates from a datasheet."""
     here: bool = False
-    """On this very machine."""
+    """Whether it is the machine that this process runs on."""
     spread: tuple[float, float] = (1.0, 1.0)
-    """The seconds of a step may be so many times the predicted ones: at least, and at most."""
+    """A step may take between the first and the second number times the predicted seconds."""
     assumed: str = ""
-    """Which numbers were assumed of a card that is given by its numbers; else empty."""
+    """Names the numbers that a user did not give and that were assumed; otherwise empty."""
     held_bytes: int = CONTEXT_BYTES
-    """GPU bytes taken by CUDA, kernels' code and other processes."""
+    """GPU bytes that CUDA, the kernels' code and other processes take."""
     started_bytes: int = PROCESS_BYTES
-    """Host bytes of the process before it measures what is free; 0 if measured here."""
+    """Host bytes of the process before it measures free memory; 0 if measured here."""
     lockable_bytes: int | None = None
-    """The most host memory that can be page-locked, where more is refused."""
+    """The most host memory that can be page-locked; None without a limit."""
     by_length: Mapping[str, Mapping[int, AttentionRates]] = field(default_factory=dict)
-    """Backend -> tokens of a document -> rates, where they were measured."""
+    """Maps backends to document lengths in tokens to rates, where these were measured."""
 
     def attention_at(self, backend: str, document: int) -> AttentionRates:
-        """For documents of so many tokens."""
+        """Returns a backend's attention rates for documents of a length in tokens."""
         lengths = self.by_length.get(backend)
         return between(lengths, document) if lengths else self.attention[backend]
 
     @property
     def exchange_bytes(self) -> float:
-        """What a GPU gets from others in a second, in collectives of a layer's size."""
+        """Bytes per second that a GPU receives in collectives of a layer's size."""
         return self.peer_bytes or self.link_bytes
 
     def among(self, processes: int) -> Machine:
-        """Returns the machine as each of so many processes of one host has it."""
+        """Returns the machine as each of several processes on one host sees it."""
         share = self.shared_link if processes > 2 else 1.0
         return replace(self, link_bytes=share * self.link_bytes, shared_link=1.0)
 
@@ -83,14 +83,15 @@ class Machine:
         return int(self.gpu_gib * GIB)
 
     def rates(self, backend: str, document: int, head_dim: int, capped: bool = False) -> Rates:
-        """With a backend's attention, of documents of so many tokens and heads of that size, whose
-        scores may have a softcap."""
+        """Returns the rates with a backend's attention, for documents of this length and heads of
+        this size, whose scores may have a softcap."""
         attention = of_heads(self.attention_at(backend, document), backend, head_dim, capped)
         return Rates(self.flops, self.link_bytes, self.memory_bytes, attention)
 
 
 def between(lengths: Mapping[int, AttentionRates], document: int) -> AttentionRates:
-    """The rates at a document's length: between two measured ones by their logarithms."""
+    """Returns the rates at a document's length, interpolated between two measured lengths on a
+    logarithmic scale."""
     known = sorted(lengths)
     document = min(max(document, known[0]), known[-1])
     above = next(i for i, length in enumerate(known) if length >= document)
@@ -127,8 +128,8 @@ _MEASURED = tuple(
 
 
 def estimated(card: Card, spread: tuple[float, float] = SPREAD, assumed: str = "") -> Machine:
-    """Returns a card of which only the datasheet is known: each rate is the datasheet's, times the
-    share of it that steps reach."""
+    """Returns the machine of a card of which the datasheet alone is known: each rate is the
+    datasheet's, times the share of it that steps reach."""
     attention = {
         backend: AttentionRates(*(share * card.peak_flops for share in shares))
         for backend, shares in card.shares.attention.items()
@@ -152,16 +153,16 @@ MACHINES = {machine.name: machine for machine in (*_MEASURED, *(estimated(card) 
 
 
 def machine_like(gpu: str) -> Machine | None:
-    """The profile of a GPU that CUDA calls so; None for one that has no name here. Chips of laptops
-    have the names of larger ones."""
+    """Returns the machine whose pattern matches CUDA's name of a GPU; None if none does, and for
+    the chips of laptops, which have the names of larger ones."""
     if "laptop" in gpu.lower():
         return None
     found = [m for m in MACHINES.values() if re.search(rf"\b(?:{m.device})\b", gpu, re.I)]
+    # Of "RTX 4060 Ti" and "RTX 4060 Ti.*8GB" the longer pattern is the more exact one.
     return max(found, key=lambda machine: len(machine.device), default=None)
 
 
 def peak_flops(gpu: str) -> float | None:
-    """The dense bf16 peak, in FLOP/s, of a GPU that CUDA calls so; None for one that has no name
-    here."""
+    """Returns the dense bf16 peak, in FLOP/s, of a GPU by CUDA's name; None for an unknown one."""
     machine = machine_like(gpu)
     return None if machine is None else machine.peak_flops

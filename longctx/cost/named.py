@@ -1,6 +1,6 @@
-"""The GPU that a typed name means: `RTX 4090`, `4090`, `a100-40`, what CUDA calls it, `2x4090`.
+"""Finds the GPU that a typed name means: `RTX 4090`, `4090`, `a100-40`, CUDA's name, `2x4090`.
 
-A name that means none is refused with what to plan for instead: the nearest name, or for a chip
+An unknown name is refused with advice what to plan for instead: the nearest name, or for a chip
 that longctx does not run on an NVIDIA GPU with as much memory.
 """
 
@@ -23,11 +23,11 @@ OTHERS = {
     r"trn\d.*|inf\d.*|trainium.*": ("a chip of Amazon", "h100"),
     r"(huawei)?ascend.*|910[abc]?": ("a chip of Huawei", "h100"),
 }
-"""Pattern of the names of chips that longctx does not run on -> what it is, what to plan for."""
+"""Maps patterns of chips that longctx does not run on to what they are and what to plan for."""
 _NAMES = {name: name for name in MACHINES} | {
     alias: name for name, aliases in ALIASES.items() for alias in aliases.split()
 }
-"""Name -> the card's own."""
+"""Maps the names of a card, aliases too, to its name in MACHINES."""
 
 
 def several(text: str) -> tuple[int, str]:
@@ -43,8 +43,8 @@ def several(text: str) -> tuple[int, str]:
 
 def machine_named(name: str) -> Machine:
     """Returns the machine of a name as people type it (`RTX 4090`, `rtx4090`, `4090`, `4090-24gb`,
-    what CUDA calls it), or of a card of one's own (`gib=24,flops=165e12`). Raises UserError for any
-    other."""
+    CUDA's name), or of a card given by its numbers (`gib=24,flops=165e12`). Raises UserError for
+    any other text."""
     if "=" in name:
         card, assumed = own_card(name)
         return estimated(card, OWN_SPREAD, assumed)
@@ -74,6 +74,8 @@ def _of_size(name: str) -> Machine | None:
         m for m in MACHINES.values() if m.name == base.name or m.name.startswith(f"{base.name}-")
     ]
     for machine in kin:
+        # CUDA shows less than the size in a card's name: 79.2 GiB of an A100 of 80 GB, 22 of an
+        # A10G of 24.
         if 0.9 * size_gb <= machine.gpu_gib <= size_gb:
             return machine
     sizes = " or ".join(f"{machine.gpu_gib:g}" for machine in kin)
@@ -108,6 +110,6 @@ def _why_unknown(name: str) -> str:
 
 
 def _squeezed(name: str) -> str:
-    """Letters and digits alone, without the names of brands."""
+    """Returns a name's letters and digits in lower case, without the names of brands."""
     letters = re.sub("[^a-z0-9]", "", name.lower())
     return re.sub("nvidia|geforce|tesla", "", letters)

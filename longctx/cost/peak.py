@@ -9,8 +9,8 @@
     update       weights, states, gradients
 
 A phase stands for its moment with the most memory. The peak of a step is that of its largest phase.
-Where layers run forward again before the backward of one above them, they need less than that: what
-they have kept so far, and the buffers of a forward instead of a backward.
+Layers that run forward again before the backward of a layer above them need less than that
+backward: the activations that they have kept so far, and the buffers of a forward.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from longctx.cost.sizes import Sizes
 from longctx.cost.table import INPUT, Table
 
 Buffers = dict[str, int]
-"""Maps names to bytes."""
+"""Maps names of buffers to bytes."""
 LIBRARY_BYTES = 2**26
-"""cuBLAS's workspaces: 32 MiB for each thread that runs matmuls, forward's and backward's."""
+"""Bytes of cuBLAS's workspaces: 32 MiB for each of the two threads that run matmuls, forward's and
+backward's."""
 
 
 GROUPS = {
@@ -39,7 +40,8 @@ GROUPS = {
     "saved activations": ("kept activations",),
     "images": ("what sees images", "pixels", "features of images", "a group of images"),
 }
-"""A few words for a step's buffers. All others are what computes: a layer, or lm_head."""
+"""Maps a short name to the buffers of a step that it sums. The other buffers are those with which a
+layer, or lm_head and the loss, compute."""
 
 
 class Phase(NamedTuple):
@@ -52,7 +54,7 @@ class Phase(NamedTuple):
 
     @property
     def groups(self) -> Buffers:
-        """The buffers, summed by what they are for."""
+        """The bytes of the buffers, summed by purpose."""
         found = {
             group: sum(self.buffers.get(name, 0) for name in names)
             for group, names in GROUPS.items()
@@ -66,49 +68,52 @@ def peak(phases: Iterable[Phase]) -> Phase:
 
 
 class Standing(Protocol):
-    """The weights, states and gradients on the GPU in the course of a step, placed by a run of its
-    own or by an engine. Sizes are in bytes."""
+    """The bytes of weights, states and gradients on the GPU in the course of a step, placed by a
+    run without an engine or by an engine."""
 
     def forward(self) -> Buffers:
-        """Weights and states during a layer's forward."""
+        """Returns weights and states during a layer's forward."""
 
     def loss(self) -> Buffers:
-        """Weights and states during the loss."""
+        """Returns weights and states during the loss."""
 
     def backward(self, layer: int) -> Buffers:
-        """Weights and states during this layer's backward; -1 is the embedding's."""
+        """Returns weights and states during this layer's backward; -1 is the embedding."""
 
     def update(self) -> Buffers:
-        """Weights and states during the update."""
+        """Returns weights and states during the update."""
 
     def embedding(self, made: Buffers) -> Buffers:
-        """All gradients while the embedding's is made, for which torch needs the buffers `made`."""
+        """Returns all gradients while the embedding's is computed, for which torch needs the
+        buffers `made`."""
 
     def others(self, kept: int, unit: int) -> list[Phase]:
-        """Phases that only an engine has. `kept` are the bytes of all kept activations, `unit`
-        those of a (T, D) tensor."""
+        """Returns the phases that only an engine has. `kept` are the bytes of all kept activations,
+        `unit` those of a (T, D) tensor."""
 
-    def all_gradients(self) -> int: ...
+    def all_gradients(self) -> int:
+        """Returns the bytes of all gradients."""
 
     def old_gradients(self, layer: int) -> int:
-        """Gradients of the previous step, or of its batches, when forward reaches this layer."""
+        """Returns the bytes of gradients of the previous step or batch that still exist when
+        forward reaches this layer."""
 
     def loss_gradients(self) -> int:
-        """Gradients before backward."""
+        """Returns the bytes of gradients that exist before backward."""
 
     def new_gradients(self, layer: int) -> int:
-        """Gradients when backward reaches this layer."""
+        """Returns the bytes of gradients that exist when backward reaches this layer."""
 
 
 class Tables(Protocol):
-    """The tables of a model with one cut."""
+    """The tables of a model whose work is cut in one way."""
 
     @property
     def sizes(self) -> Sizes: ...
 
     @property
     def kinds(self) -> tuple[Table, ...]:
-        """The table of a layer of each kind, in the order of `Sizes.kinds`."""
+        """The table of each kind of layer, in the order of `Sizes.kinds`."""
 
     @property
     def layers(self) -> tuple[Table, ...]:
@@ -125,20 +130,20 @@ class Tables(Protocol):
 
     @property
     def unit(self) -> int:
-        """The bytes of a (T, D) tensor."""
+        """Bytes of a (T, D) tensor."""
 
     @property
     def tiles(self) -> int:
-        """How many tiles a batch has."""
+        """The number of tiles of a batch."""
 
     @property
     def segments(self) -> int:
-        """How many segments a batch has in a mixer."""
+        """The number of segments of a batch in a mixer."""
 
 
 def made_bytes(layer: Table, keep: Keep) -> int:
-    """Returns the bytes of the activations that a layer's forward has made, and those that its
-    backward recomputes before it begins."""
+    """Returns the bytes of the activations that a layer's forward has made and kept, and of those
+    that its backward recomputes before it begins."""
     return layer.kept_bytes(keep.kept) + layer.again_bytes(keep.kept)
 
 
@@ -148,7 +153,8 @@ def raised_bytes(layer: Table, keep: Keep) -> int:
 
 
 def raised_below(layers: Sequence[tuple[Table, Keep]]) -> list[int]:
-    """Returns for each layer the bytes that those below it have added when its backward begins."""
+    """Returns for each layer the bytes that the layers below it have added by running forward again
+    when its backward begins."""
     found, nbytes = [], 0
     twice = run_again(tuple(keep for _, keep in layers))
     for (layer, keep), again in zip(layers, twice, strict=True):

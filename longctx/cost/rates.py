@@ -11,12 +11,11 @@ RATE_SHARES: dict[str, tuple[str, float]] = {
     "mixer": ("matmul", 1.0),
     "tower": ("matmul", TOWERS),
 }
-"""Maps the name of a rate that works may have to a measured rate and a share of it. The share is a
-number of fitted.py. What mixers compute besides their matmuls is counted in FLOPs of matmuls
-(`MIXERS`)."""
+"""Maps names of rates that works may have to a measured rate and a share of it (fitted.py). What
+mixers compute besides their matmuls is counted in FLOPs of matmuls (`MIXERS`)."""
 
 SECONDS = "seconds"
-"""The rate of works whose seconds were measured themselves: their FLOPs are these seconds."""
+"""The rate of works whose seconds were measured: their `flops` are seconds."""
 
 
 class AttentionRates(NamedTuple):
@@ -29,8 +28,8 @@ class AttentionRates(NamedTuple):
 def of_heads(
     rates: AttentionRates, backend: str, head_dim: int, capped: bool = False
 ) -> AttentionRates:
-    """Returns what `rates`, of heads of 128, are for heads of another size, and for scores with a
-    softcap."""
+    """Returns the rates of heads of another size, or of scores with a softcap, where `rates` are
+    those of heads of 128."""
     whole = (1.0, 1.0)
     if head_dim < 128:
         shares, near = (SMALL_HEADS, SMALL_HEADS), 64
@@ -44,20 +43,20 @@ def of_heads(
 
 
 class Rates(NamedTuple):
-    """FLOP/s, and bytes per second."""
+    """FLOPs and bytes per second of a machine."""
 
     flops: float
     """FLOP/s of large matmuls."""
     link_bytes: float
-    """Bytes copied to the host per second while as many are copied back."""
+    """Bytes per second copied to the host, with equal traffic back."""
     memory_bytes: float
-    """Bytes read and written on the GPU per second."""
+    """Bytes per second read from or written to the GPU's memory."""
     attention: AttentionRates
-    """Rates of the attention backend that runs, for documents as long as the batch's."""
+    """Rates of the attention backend that runs, for documents of the batch's length."""
 
     def of(self, rate: str) -> float:
-        """Returns the FLOP/s of a work's rate: a measured one, or a share of one. Raises KeyError
-        for any other name, since work at no rate would cost nothing."""
+        """Returns the FLOP/s at which a work runs: a measured rate, or a share of one. Raises
+        KeyError for an unknown name, since work without a rate would cost nothing."""
         measured = {
             "matmul": self.flops,
             "attention": self.attention.forward,
@@ -69,6 +68,6 @@ class Rates(NamedTuple):
 
 
 def share_of(rate: str) -> tuple[str, float]:
-    """Returns the measured rate that a work's rate is a share of, and the share: all of itself, if
-    it is measured."""
+    """Returns a measured rate's name and the share of it that a work's rate is; 1 for a measured
+    rate itself."""
     return RATE_SHARES.get(rate, (rate, 1.0))

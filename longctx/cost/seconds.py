@@ -1,17 +1,17 @@
 """The seconds of a step, by kind:
 
-    products    FLOPs of the matmuls of layers, adapters and lm_head, recomputed ones included
-    attention   FLOPs of attention: forward, backward, and forward again if its output was not kept
-    memory      bytes that norms, rope, swiglu, the loss, sums of weight gradients and the update
-                read and write
-    waits       time in which the GPU waits for the host's link or for other GPUs: for blocks of
-                weights and states that arrive late, for gradients that hold back memory, for copies
-                that take longer than the computation beside them
-    images      all that a tower does that sees images
+    products    the matmuls of layers, adapters and lm_head, recomputed ones included
+    attention   attention in forward and backward, and in forward again if its output was not kept
+    memory      reads and writes of norms, rope, swiglu, the loss, sums of weight gradients and the
+                update
+    waits       the GPU waits for the host's link or for other GPUs: for blocks of weights and
+                states that arrive late, for gradients that hold back memory, for copies that take
+                longer than the computation that runs at the same time
+    images      the vision tower
     layers      layers that were measured as wholes (--class_type any)
 
-The first three are counts divided by the machine's rate for them. What a plan adds for launches is
-in launches.py, and for images in images.py. One function serves both the search for a ladder and
+The first three are counts of FLOPs or bytes divided by the machine's rate for them. A plan adds
+launches (launches.py) and images (images.py). One function serves both the search for a ladder and
 the prediction: its fields are numbers, or arrays with an entry for each candidate.
 """
 
@@ -41,14 +41,16 @@ class Seconds(NamedTuple):
     memory: Numbers = 0.0
     waits: Numbers = 0.0
     images: Numbers = 0.0
-    """Those of the tower that sees images, all of its work (cost/images.py)."""
+    """Seconds of the vision tower, all of its work (cost/images.py)."""
     layers: Numbers = 0.0
-    """Those of layers that were measured as wholes."""
+    """Seconds of layers that were measured as wholes."""
     link: Numbers = 0.0
-    """How long the link is busy. Most of it is beside computation, so it is not part of the sum."""
+    """Seconds in which the link is busy. Most of them overlap with computation, so they are not
+    part of the sum."""
 
     @property
     def step(self) -> Numbers:
+        """The seconds of a whole step."""
         computes = self.products + self.attention + self.memory + self.layers
         return computes + self.waits + self.images
 
@@ -57,47 +59,53 @@ class Exchanged(NamedTuple):
     """Seconds of a batch's exchanges with other GPUs, and of an engine's update."""
 
     forward: float = 0.0
-    """How long the exchanges of forward take; forward takes at least as long."""
+    """Seconds that the exchanges of forward take; forward takes at least as long."""
     backward: float = 0.0
+    """Seconds that the exchanges of backward take."""
     alone_forward: float = 0.0
-    """The part of them beside which nothing is computed."""
+    """Seconds of forward's exchanges that overlap with no computation."""
     alone_backward: float = 0.0
+    """Seconds of backward's exchanges that overlap with no computation."""
     taken_forward: float = 0.0
-    """By how much they slow down the computation beside them."""
+    """Seconds by which forward's exchanges slow down the computation."""
     taken_backward: float = 0.0
+    """Seconds by which backward's exchanges slow down the computation."""
     memory_bytes: float = 0.0
-    """Bytes that they read and write in forward and backward."""
+    """GPU bytes that the exchanges of forward and backward read and write."""
     update: float | None = None
-    """The engine's update; None: our own, counted by the bytes that it reads and writes."""
+    """Seconds of the engine's update; None: exact AdamW updates, and its bytes are counted."""
     link: float = 0.0
-    """How long the host's link is busy."""
+    """Seconds in which exchanges keep the host's link busy."""
 
 
 class Falling(NamedTuple):
-    """Bytes that one layer copies down in its forward, an entry for each choice of what layers
-    keep. The next layer begins when they are there."""
+    """Bytes that one layer copies to the host in its forward, an entry for each choice of what
+    layers keep. The next layer begins when they have arrived."""
 
     kinds: Any
-    """(choices,): the layer's kind."""
+    """(choices,): the kind of the layer."""
     early: Any
-    """(choices,): bytes that are there when the layer begins: its input."""
+    """(choices,): bytes that exist when the layer begins: its input."""
     middle: Any
-    """Bytes that the part over the whole row makes."""
+    """(choices,): bytes that the part over the whole row makes."""
     late: Any
-    """Bytes that are made tile by tile after it. Each tile is copied down beside the next one."""
+    """(choices,): bytes that the part over tiles makes after it. Each tile is copied down while the
+    next one is computed."""
 
 
 class Hosted(NamedTuple):
-    """Saved activations that wait on the host, in bytes, and the number of their layers."""
+    """Saved activations that wait on the host, in bytes, and the layers that have some."""
 
     nbytes: Numbers
+    """Bytes of all saved activations that wait on the host."""
     layers: Any
-    """(..., kinds): the number of these layers by their kind."""
+    """(..., kinds): the number of layers of each kind that have activations on the host."""
     first: Numbers
-    """Bytes of what backward reads first and needs to a layer's end."""
+    """Bytes that backward reads first and needs until the layer's end."""
     falling: Falling
+    """The copies of a layer's forward."""
     numbers: Any
-    """(..., choices): how many layers have each choice of `falling`."""
+    """(..., choices): the number of layers that have each choice of `falling`."""
 
 
 def nothing_hosted(tables: Tables) -> Hosted:
@@ -111,31 +119,31 @@ class Copies(NamedTuple):
     up: Numbers = 0
     down: Numbers = 0
     alone: Numbers = 0
-    """The part of them beside which nothing is computed."""
+    """Bytes that are copied while nothing is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes of model states that are copied over the link in a step."""
+    """Bytes of model states that cross the link in a step."""
 
     rising_first: Any
-    """(..., blocks): bytes copied up for the forward of this block and all blocks before it, in a
-    step's first batch."""
+    """(..., blocks): bytes copied up for the forward of this block and of all blocks before it, in
+    a step's first batch."""
     rising: Any
-    """The same in the other batches."""
+    """(..., blocks): bytes copied up for this block and all before it, in each later batch."""
     falls_first: Numbers
-    """Bytes copied down in the first forward."""
+    """Bytes copied down in the forward of a step's first batch."""
     backward: Copies
     resident: Numbers
-    """The share of the states that lives on the GPU. It is updated while the first of the others
-    are copied up."""
+    """The share of the states that lives on the GPU. These are updated while the first of the other
+    states are copied up."""
     before: Any
-    """(blocks,): how many layers are computed before a block is used."""
+    """(blocks,): the number of layers that are computed before a block is used."""
 
 
 def priced(work: Load, rates: Rates) -> Seconds:
-    """Returns the seconds of works that run one after the other: FLOPs at their rates, then
-    bytes."""
+    """Returns the seconds of works that run one after the other: FLOPs divided by their rates, and
+    bytes by the memory's."""
     found = {"products": 0.0, "attention": 0.0, "layers": 0.0}
     for rate, flops in work.flops.items():
         kind = "attention" if share_of(rate)[0].startswith("attention") else "products"
@@ -164,11 +172,11 @@ def seconds(
     rates: Rates,
     exchanges: Sequence[Exchanged] = (),
 ) -> Seconds:
-    """Returns the seconds of a step of `passes` batches; `again` is what backward recomputes in all
-    layers."""
+    """Returns the seconds of a step of `passes` batches. `again` are the works that backward
+    recomputes in all layers."""
     link = rates.link_bytes
 
-    def beside(compute: Seconds, slowest: Numbers, *copies: Numbers) -> Seconds:
+    def overlapped(compute: Seconds, slowest: Numbers, *copies: Numbers) -> Seconds:
         most = np.maximum.reduce(np.broadcast_arrays(*copies))
         slowest = np.maximum(np.maximum(compute.step, slowest), most / link)
         waits = compute.waits + slowest - compute.step
@@ -191,6 +199,7 @@ def seconds(
         max((getattr(other, phase) for other in exchanges), default=0.0)
         for phase in ("forward", "backward")
     ]
+    # While the GPU updates the states that live on it, the link already brings the first others.
     early_s = update.step * traffic.resident
     whole, phases = _sum(forward, loss), [update]
     for first, times in ((True, 1), (False, passes - 1)):
@@ -199,10 +208,10 @@ def seconds(
         arrived = _arrived(rising, left, forward.step, loss.step, link, head_start)
         up = rising[..., -1] - head_start * link
         down = hosted.nbytes + (traffic.falls_first if first else 0)
-        phases.append(_times(beside(whole, np.maximum(arrived, exchanged[0]), up, down), times))
+        phases.append(_times(overlapped(whole, np.maximum(arrived, exchanged[0]), up, down), times))
     slowest = np.maximum(backward.step + traffic.backward.alone / link, exchanged[1])
     up = traffic.backward.up + hosted.nbytes
-    phases.append(_times(beside(backward, slowest, up, traffic.backward.down), passes))
+    phases.append(_times(overlapped(backward, slowest, up, traffic.backward.down), passes))
     step = _sum(*phases)
     return step._replace(link=step.link + passes * sum(other.link for other in exchanges))
 
@@ -212,7 +221,8 @@ def _exchanging(
 ) -> tuple[Seconds, Seconds]:
     """Returns both passes with what an exchange takes of them and keeps waiting."""
     moved_s = other.memory_bytes / rates.memory_bytes
-    # Weights are gathered twice, gradients are summed beside the second time.
+    # Weights are gathered in forward and again in backward, where gradients of as many bytes are
+    # reduced, too: a third of the bytes are forward's.
     forward = forward._replace(
         memory=forward.memory + moved_s / 3, attention=forward.attention + other.taken_forward
     )
@@ -224,14 +234,14 @@ def _exchanging(
 
 
 def of_all(tables: Tables, each: Sequence[Load]) -> Load:
-    """Returns the sum over all layers of what a layer of each kind does."""
+    """Returns the sum over all layers, from the load of a layer of each kind."""
     counted = zip(each, tables.sizes.counts, strict=True)
     return reduce(Load.plus, (work.each(partial(mul, n)) for work, n in counted))
 
 
 def left_at(tables: Tables, each_s: Sequence[float], before: Any) -> Any:  # (blocks,)
-    """Returns the share of the layers' forward that is still to be computed when a block is used
-    after `before` layers; `each_s` are the seconds of a layer by its kind."""
+    """Returns the share of the layers' forward that remains when a block is used after `before`
+    layers. `each_s` are the seconds of a layer of each kind."""
     kinds = np.eye(len(each_s))[[*tables.sizes.of_layer]]  # (layers, kinds)
     done_s = np.cumsum(np.vstack([0 * kinds[:1], kinds]), axis=0) @ each_s  # (layers + 1,)
     return 1 - done_s[np.minimum(before, len(kinds))] / (done_s[-1] or 1.0)
@@ -252,9 +262,11 @@ def _times(part: Seconds, n: int) -> Seconds:
 def _arrived(
     rising: Any, left: Any, layers_s: Numbers, loss_s: Numbers, link: float, head_start: Numbers
 ) -> Numbers:
-    """Returns how long forward lasts if no block is computed before its copies have arrived: from
-    any block on, computation begins when the link has brought this block and those before it. The
-    link begins `head_start` seconds early."""
+    """Returns how long forward lasts if no block is computed before its copies have arrived. The
+    link begins `head_start` seconds before forward."""
+    # Forward ends no earlier than the arrival of a block plus all computation from this block on:
+    # with layers of 10 ms, a block for the last three that arrives after 50 ms means 80 ms. Blocks
+    # that live on the GPU bring nothing and set no such limit.
     comes = np.diff(rising, prepend=0) > 0
     layers_s, head_start = np.asarray(layers_s), np.asarray(head_start)
     ends = rising / link - head_start[..., None] + left * layers_s[..., None] + loss_s
@@ -264,19 +276,19 @@ def _arrived(
 def activation_waits(tables: Tables, hosted: Hosted, rates: Rates) -> tuple[Numbers, Numbers]:
     """Returns the seconds of forward and of backward in which saved activations are copied and
     nothing is computed. In backward the first tile of x and o is copied up while the layer above
-    finishes its later tiles (the gradients of q, k, v); if there is one tile only, it is copied
-    beside no computation."""
+    finishes its later tiles (the gradients of q, k, v); a single tile overlaps with no
+    computation."""
     tiles, link = tables.tiles, rates.link_bytes
-    # Beside the layer above's end. That this may be of another kind does not change the sum much.
+    # The layer above may be of another kind than the one that waits: the sum changes little.
     ends_s = [priced(load(layer.finishing), rates).step for layer in tables.kinds]
-    beside = hosted.layers @ np.array(ends_s) * (tiles - 1)
+    overlap_s = hosted.layers @ np.array(ends_s) * (tiles - 1)
     down = hosted.numbers @ _falling_waits(tables, hosted.falling, rates)
-    return down, np.maximum(0, hosted.first / link - beside) / tiles
+    return down, np.maximum(0, hosted.first / link - overlap_s) / tiles
 
 
 def _falling_waits(tables: Tables, falling: Falling, rates: Rates) -> Any:  # (choices,)
-    """Returns how long a layer's copies down outlast its forward: by the bytes of all of them, of
-    those that begin after the part over the row, after the first tile, or after the last."""
+    """Returns how long a layer's copies down outlast its forward: those of all bytes, of the bytes
+    that are made after the part over the row, after the first tile, or with the last tile."""
     early, middle, late = (nbytes / rates.link_bytes for nbytes in falling[1:])
     of_kinds = [[priced(load(w), rates).step for w in (t.forward, t.tiled)] for t in tables.kinds]
     whole, tiled = np.array(of_kinds)[falling.kinds].T

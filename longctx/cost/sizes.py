@@ -46,14 +46,17 @@ def default_logits_bytes(vocab: int, hidden: int, trained: bool = True) -> int:
 
 
 LEAST_LOGITS_BYTES = 2**28
-"""The search tries no less: the gradients of 1000 rows of Llama-3.1-8B, in 16 bits."""
+"""The search tries no fewer bytes of logits: this is about 1000 rows of Llama-3.1-8B in 16 bits."""
 
 
 class Cut(NamedTuple):
-    """How the work on a batch is cut. Larger pieces are faster and need more memory."""
+    """The pieces in which the work on a batch runs. Larger pieces are faster and need more
+    memory."""
 
     tile_tokens: int
+    """Tokens of a tile of the MLP."""
     head_groups: int
+    """Parts of the heads that attention computes one after the other."""
     logits_bytes: int
     """Bytes of logits that the loss holds at a time."""
 
@@ -65,8 +68,8 @@ class Cut(NamedTuple):
         return f"{groups}, tiles of {self.tile_tokens} tokens, {logits} of logits"
 
     def of(self, tokens: int, vocab: int) -> Cut:
-        """Returns the cut of a batch of so many tokens: no tile is longer than it, and no more
-        logits are held than it has, in fp32."""
+        """Returns the cut that a batch of `tokens` tokens uses: no tile is longer than the batch,
+        and no more logits are held than all of its own in fp32."""
         return Cut(
             min(self.tile_tokens, tokens),
             self.head_groups,
@@ -81,55 +84,56 @@ class Batch(NamedTuple):
     document: int
     passes: int = 1
     scored: int | None = None
-    """The tokens whose log-probabilities a task's loss is made of; None: cross-entropy."""
+    """Tokens whose log-probabilities a task's loss needs; None: the loss is cross-entropy."""
     images: int = 0
-    """The tokens of images, which have no labels."""
+    """Tokens of images, which have no labels."""
 
     @property
     def labelled(self) -> int:
-        """The tokens of which cross-entropy is computed."""
+        """The number of tokens with a label for cross-entropy."""
         return max(1, self.tokens - self.images)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The dimensions that decide how much memory a step takes: those of the model, and those of
-    each kind of its layers."""
+    """The dimensions of a model, and of each kind of its layers, that decide the cost of a step."""
 
     kinds: tuple[LayerKind, ...]
     """The kinds of layers, in the order in which a forward meets them first."""
     of_layer: tuple[int, ...]
-    """The kind of each layer, as an index."""
+    """The kind of each layer, as an index into `kinds`."""
     hidden: int  # D
     vocab: int  # V
     itemsize: int
     """Bytes of an activation's element."""
     stream_itemsize: int | None = None
-    """Bytes of an element of the residual stream, if it differs: 4 in autocast."""
+    """Bytes of an element of the residual stream if they differ: 4 in autocast."""
     fuses_sinks: bool = False
-    """Whether attention's kernels have sinks in their softmax."""
+    """Whether attention's kernels add sinks in their softmax."""
     writes_gradients: bool = False
-    """Whether attention's backward writes dq, dk and dv into the tensors it is given."""
+    """Whether attention's backward writes dq, dk and dv into tensors that it is given."""
     trains_head: bool = True
     """Whether lm_head is trained."""
     tied: bool = False
-    """Whether lm_head is the embedding."""
+    """Whether lm_head and the embedding share their weight."""
     trained: int = 0
     """The number of trained parameters."""
     exact: bool = True
-    """Whether exact AdamW updates them, with fp32 states; else torch's, in the weights' dtype."""
+    """Whether exact AdamW updates the parameters, with fp32 states; otherwise torch's does, with
+    states in the weights' dtype."""
     class_type: str = "custom"
-    """Whose layers run: ours (custom), Hugging Face's (vanilla) or Liger-Kernel's (liger)."""
+    """Whose layers run: longctx's (custom), Hugging Face's (vanilla), Liger-Kernel's (liger), or
+    Hugging Face's as measured (any)."""
     chunks_loss: bool = True
-    """Whether our loss runs, which makes logits in chunks."""
+    """Whether longctx's loss runs, which computes logits in chunks."""
     tile_tokens: int | None = None
-    """None: `default_tile_tokens`."""
+    """Tokens of a tile; None: `default_tile_tokens`."""
     head_groups: int | None = None
-    """None: `default_head_groups`."""
+    """Head groups of attention; None: `default_head_groups`."""
     logits_bytes: int | None = None
-    """None: `default_logits_bytes`."""
+    """Bytes of logits at a time; None: `default_logits_bytes`."""
     ranks: int = 1
-    """How many ranks share each row. Token counts are those of one rank."""
+    """The number of ranks that share each row. Token counts are those of one rank."""
 
     @property
     def layers(self) -> int:
@@ -137,7 +141,7 @@ class Sizes:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many layers there are of each kind."""
+        """The number of layers of each kind."""
         return tuple(map(self.of_layer.count, range(len(self.kinds))))
 
     @property
@@ -150,10 +154,12 @@ class Sizes:
     @property
     def kv_heads(self) -> int:
         """The most head groups into which the key/value heads of every kind can be divided."""
+        # Parts without attention have 0 heads, and gcd(0, 8) is 8.
         return math.gcd(*(p.kv_heads_in_groups for kind in self.kinds for p in kind.parts)) or 1
 
     @property
     def stream_bytes(self) -> int:
+        """Bytes of an element of the residual stream."""
         return self.stream_itemsize or self.itemsize
 
     def cut(self, tokens: int) -> Cut:
@@ -168,9 +174,9 @@ class Sizes:
         )
 
     def cuts(self, tokens: int) -> Iterator[Sizes]:
-        """Yields every cut worth a look: a single head group, tiles of twice the size up to the
-        whole batch, half as many logits at a time, and half of those. What was asked for stays, and
-        so do head groups whose exchanges with other ranks take turns."""
+        """Yields every cut that the search tries: a single head group, tiles of twice the size up
+        to the whole batch, half as many logits, a quarter, and so on. Asked sizes stay, and so do
+        head groups whose exchanges with other ranks overlap."""
         tile, groups, logits = self.cut(tokens)
         tiles = [tile]
         while tiles[-1] < tokens and not self.tile_tokens:
@@ -190,7 +196,7 @@ class Sizes:
 
 
 def kinds_of(layers: Iterable[LayerKind]) -> dict[str, Any]:
-    """Returns the fields of `Sizes` that say what these layers are, in their order."""
+    """Returns the fields of `Sizes` that describe these layers, by name."""
     ids: dict[LayerKind, int] = {}
     order = tuple(ids.setdefault(layer, len(ids)) for layer in layers)
     return {"kinds": tuple(ids), "of_layer": order}
@@ -198,8 +204,8 @@ def kinds_of(layers: Iterable[LayerKind]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """How many parameters a model has, for an engine's layout. Either its layers are trained, or
-    adapters in fp32 over weights that are frozen."""
+    """The parameters of a model, for an engine's layout. Either its layers are trained, or adapters
+    in fp32 over frozen weights."""
 
     numels: Sequence[int]
     """Elements of each trained parameter, in the model's order."""
@@ -207,39 +213,39 @@ class Parameters:
     """Trained parameters of each decoder layer."""
     embedding: int
     head: int
-    """Parameters of lm_head; 0 if it is the embedding."""
+    """Parameters of lm_head; 0 if it is tied to the embedding."""
     hidden: int
     frozen: Sequence[int] = ()
     """Elements of each frozen parameter, in the model's order."""
     frozen_layers: Sequence[int] = ()
-    """Frozen parameters of each decoder layer; none if all are trained."""
+    """Frozen parameters of each decoder layer; empty if all are trained."""
 
     @property
     def total(self) -> int:
-        """Returns the number of trained parameters."""
+        """The number of trained parameters."""
         return sum(self.numels)
 
     @property
     def adapters(self) -> bool:
-        """Whether adapters alone are trained, over layers whose weights are frozen."""
+        """Whether adapters alone are trained, over frozen layers."""
         return any(self.frozen_layers)
 
     @property
     def words(self) -> int:
-        """Returns the number of 16-bit words of all weights as they compute: two for each parameter
-        of an adapter, one for any other."""
+        """16-bit words of all weights as they compute: two per parameter of an adapter, one per
+        other parameter."""
         return sum(self.frozen) + (1 + self.adapters) * self.total
 
     @property
     def layer_words(self) -> list[int]:
-        """Returns the 16-bit words of each decoder layer as it computes."""
+        """16-bit words of each decoder layer as it computes."""
         if not self.adapters:
             return [*self.layers]
         return [f + 2 * a for f, a in zip(self.frozen_layers, self.layers, strict=True)]
 
     @property
     def layer(self) -> int:
-        """Returns the 16-bit words of the largest decoder layer as it computes."""
+        """16-bit words of the largest decoder layer as it computes."""
         return max(self.layer_words)
 
     @property

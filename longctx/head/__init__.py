@@ -1,1 +1,2 @@
-"""lm_head with what follows it, computed in pieces, so that the logits never exist as a whole."""
+"""Computes lm_head and the functions of its logits in pieces, so that the logits never exist as a
+whole."""

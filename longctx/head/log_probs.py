@@ -1,5 +1,5 @@
 """lm_head and the log-probabilities of labels as one operation, by the streaming head (stream.py):
-what preference and policy-gradient losses (DPO, KTO, ORPO, GRPO, ...) are made of.
+what preference and policy-gradient losses (DPO, KTO, ORPO, GRPO, ...) need.
 
     z = (hidden @ weight.T + bias) / temperature   (T, V), never held whole
     log_probs_i = z_i,y - logsumexp(z_i)           entropy_i = -sum_j p_ij log p_ij
@@ -44,8 +44,8 @@ WITH_GRADIENT = ("log_probs", "entropy")
 
 
 class TokenLogProbs(NamedTuple):
-    """What `linear_log_probs` found for each token, in the labels' shape; None where not asked for.
-    Tokens whose label is ignored have 0, or False."""
+    """The outputs of `linear_log_probs` for each token, in the labels' shape; None for those that
+    were not asked for. Tokens whose label is ignored have 0, or False."""
 
     log_probs: Tensor | None = None
     """Log-probability of the label, fp32; differentiable."""
@@ -124,7 +124,7 @@ def linear_log_probs(
     False. `softcap` bounds the logits by softcap * tanh(logits / softcap) before the temperature
     divides them; a model's own divisor of logits (Granite's `logits_scaling`) is a factor of the
     temperature. `logits_bytes` bounds the logits held at a time (default: `default_logits_bytes`).
-    `counted` is of these labels, from whoever had them earlier.
+    `counted` is the count of these labels, if the caller has made it.
 
     A frozen head costs a third less without `entropy` among the outputs. Without gradients nothing
     is saved. Raises ValueError for a wrong shape, dtype or value.
@@ -164,8 +164,8 @@ def check_outputs(outputs: Sequence[str]) -> None:
 
 
 def scoring_cost(s: Sizes, batch: Batch) -> Table:
-    """The cost of a loss of `batch.scored` tokens' log-probabilities, whose hidden states are taken
-    out of the batch. If the head trains, backward computes logits again."""
+    """Returns the cost of a loss of `batch.scored` tokens' log-probabilities, whose hidden states
+    are taken out of the batch. If the head trains, backward computes logits again."""
     scored, unit = batch.scored or 0, s.unit(batch.tokens)
     head = s.hidden * s.vocab * s.trains_head
     buffers = {

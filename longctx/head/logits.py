@@ -1,8 +1,8 @@
-"""Logits that are computed when somebody reads them.
+"""Logits that are computed when they are read.
 
-With labels a patched model returns the loss, computed in chunks. Whoever also reads the logits (a
-metric, `predict`, `outputs[1]`) gets Hugging Face's. Whoever does not never pays for them: they are
-31 GiB in bf16 at 131072 tokens and a vocabulary of 128256.
+With labels a patched model returns the loss, computed in chunks. Code that also reads the logits (a
+metric, `predict`, `outputs[1]`) gets Hugging Face's. Other code never pays for them: they are 31
+GiB in bf16 at 131072 tokens and a vocabulary of 128256.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from longctx.errors import UserError
 
 LIMIT_BYTES = 8 * 2**30
-"""Larger logits are an error that says what to do instead."""
+"""Reading larger logits is an error that says what to do instead."""
 
 _METADATA = {
     *(getattr(Tensor, name).__get__ for name in "shape dtype device layout ndim".split()),
@@ -31,7 +31,7 @@ _METADATA = {
 
 
 class _Source:
-    """Holds what the logits are computed from, until backward begins."""
+    """Holds the operands of the logits until backward begins."""
 
     def __init__(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> None:
         self.hidden: Tensor | None = hidden  # (..., D)
@@ -42,10 +42,8 @@ class _Source:
 
 
 class LazyLogits(Tensor):
-    """A tensor (..., V) that computes itself when anything but its metadata is asked for.
-
-    Raises UserError where it would be larger than LIMIT_BYTES.
-    """
+    """A tensor (..., V) that computes its values when anything but its metadata is read. Raises
+    UserError if it would be larger than LIMIT_BYTES."""
 
     _source: _Source
     _logits: Tensor | None
@@ -59,7 +57,7 @@ class LazyLogits(Tensor):
         return self
 
     def forget(self) -> None:
-        """Drops what the logits would be computed from."""
+        """Drops the operands of the logits."""
         self._source.forget()
 
     def read(self) -> Tensor:
@@ -83,7 +81,7 @@ class LazyLogits(Tensor):
         return known
 
     def __repr__(self, **settings: Any) -> str:  # type: ignore[override]
-        """Shows the values if they can be computed, else the metadata. A display raises nothing."""
+        """Returns the values if they can be computed, else the metadata, and raises no error."""
         known, hidden = self._logits, self._source.hidden
         if known is not None:
             return repr(known)
@@ -139,7 +137,7 @@ def lazy_logits(
     possible until the backward of `loss` begins."""
     source = _Source(hidden, head)
     if loss.grad_fn is not None:
-        alive = weakref.ref(source)  # only as long as somebody holds the logits
+        alive = weakref.ref(source)  # only as long as the caller holds the logits
 
         def forget(grads: Any) -> None:
             if (found := alive()) is not None:

@@ -6,12 +6,12 @@
 Forward reads the logits and leaves them as they are. Backward reads them again and writes their
 gradient over them, scaled by the upstream gradient of each row, so that it is rounded once. Saved:
 the logits, which exist anyway, the labels, and a number a row (kernels/cross_entropy_rows.py).
-(Liger's kernel writes the gradient in forward, so that whoever reads the logits between the two
-reads gradients, and scales it in backward.)
+(Liger's kernel writes the gradient in forward, so that code which reads the logits in between gets
+gradients, and scales it in backward.)
 
-The memory belongs to somebody else where the logits are a leaf or a view of one, or where rows
-share memory (`expand`): the gradient gets memory of its own then. If another operation has saved
-the logits, autograd raises RuntimeError as soon as that operation's backward comes after ours.
+The memory is not free for the gradient if the logits are a leaf or a view of one, or if rows share
+memory (`expand`): the gradient then gets other memory. If another operation has saved the logits,
+autograd raises RuntimeError when that operation's backward comes after ours.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from longctx.kernels.launch import check_float, check_rows, once_differentiable
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of each row, (B, S)."""
+    """Computes the loss of each row, (B, S)."""
 
     @staticmethod
     @annotated("loss")
@@ -80,8 +80,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _parts(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:  # (B, S, ...)
-    """Yields views of the logits as (T, V), with the others' rows: all at once, or one batch row
-    after the other where these do not lie at one stride, as in `logits[:, :-1]`."""
+    """Yields views of the logits as (T, V), with the rows of the other tensors: all at once, or one
+    batch row after the other if these do not lie at one stride, as in `logits[:, :-1]`."""
     B, S, _ = logits.shape
     if B > 1 and logits.stride(0) != S * logits.stride(1):
         yield from zip(logits, *others, strict=True)
@@ -146,7 +146,7 @@ def cross_entropy(
 
 
 def _is_spare(logits: Tensor) -> bool:
-    """Whether the memory may be written over in backward: no leaf's, and no row's twice."""
+    """Whether backward may overwrite the memory: it is no leaf's, and no two rows share it."""
     owner = logits if logits._base is None else logits._base
     expanded = any(logits.shape[i] > 1 and not logits.stride(i) for i in range(logits.dim()))
     return not owner.is_leaf and not expanded

@@ -86,7 +86,7 @@ def linear_cross_entropy_reference(
 
 
 class _CrossEntropy(Objective):
-    """The loss of each row, of which the sum is wanted."""
+    """The loss of each row, for a loss that sums them: all rows have one gradient."""
 
     in_place = True
 
@@ -108,7 +108,7 @@ class _CrossEntropy(Objective):
 
 
 class _EachCrossEntropy(_CrossEntropy):
-    """The same, each with a gradient of its own."""
+    """The loss of each row, for losses that weigh each row by its own gradient."""
 
     in_place = False  # its gradient's kernel has no order in which rows of logits are read
 
@@ -161,8 +161,8 @@ def linear_cross_entropy(
     the logits by softcap * tanh(logits / softcap), `logits_scaling` divides them before that,
     `lse_square_scale` adds that factor times the square of the log of the sum of exponentials
     (PaLM's z-loss) to each loss, `logits_bytes` bounds the logits held at a time (default:
-    `default_logits_bytes`). `counted` is of these labels, from whoever had them earlier: the host
-    does not wait for the GPU then.
+    `default_logits_bytes`). `counted` is the count of these labels, if the caller has made it: the
+    host does not wait for the GPU then.
 
     Without gradients (torch.no_grad, or nothing that requires them) none are computed. Backward may
     run once: a second one is a RuntimeError. With `ce_weight` or `reduction="none"` it computes the
@@ -207,9 +207,9 @@ def linear_cross_entropy(
 
 
 def loss_cost(s: Sizes, batch: Batch) -> Table:
-    """The cost of the loss. Logits are written and read twice in fp32, their gradient is written
-    and read twice in 16 bits, and lm_head's gradient is summed in fp32 over groups of rows.
-    Backward rounds that gradient when what forward read is gone."""
+    """Returns the cost of the loss. Logits are written and read twice in fp32, their gradient is
+    written and read twice in 16 bits, and lm_head's gradient is summed in fp32 over groups of rows.
+    Backward rounds that gradient after forward's operands were freed."""
     tokens, unit = batch.labelled, s.unit(batch.tokens)
     rows = loss_rows(s, batch.tokens)
     head = s.hidden * s.vocab * s.trains_head

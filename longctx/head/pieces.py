@@ -25,7 +25,7 @@ from longctx.layer.linear import addmm_, mm
 
 DROPPED = 0.01
 """Rows that do not count are dropped if they are more than this share of all rows. Gathering the
-others costs as much as the loss of 375 / V of them. In packed documents only the first token of
+other rows costs as much as the loss of 375 / V of them. In packed documents only the first token of
 each does not count."""
 
 
@@ -39,8 +39,8 @@ class Head(NamedTuple):
 
 
 class RowCount:
-    """How many labels count, and whether all are in the vocabulary. The GPU is asked at once, and
-    waited for when the answer is read."""
+    """The number of labels that count, and whether all are in the vocabulary. The GPU counts at
+    once; the host waits for it when the number is read."""
 
     def __init__(self, labels: Tensor) -> None:
         self._numbers, self._copied = torch.zeros(3, dtype=torch.int64), None
@@ -56,7 +56,8 @@ class RowCount:
             self._copied = torch.cuda.current_stream(labels.device).record_event()
 
     def read(self, vocab: int) -> int:
-        """Returns how many labels count. Raises ValueError for a label outside [0, vocab)."""
+        """Returns the number of labels that count. Raises ValueError for a label outside [0,
+        vocab)."""
         if self._copied is not None:
             self._copied.synchronize()
         n, low, high = self._numbers.tolist()
@@ -86,11 +87,11 @@ class Rows:
         return len(self.labels)
 
     def of(self, start: int, stop: int) -> slice | Tensor:
-        """Returns where the computed rows `start` to `stop` lie among all."""
+        """Returns the indices of the computed rows `start` to `stop` among all rows."""
         return slice(start, stop) if self.kept is None else self.kept[start:stop]
 
     def masked(self, x: Tensor) -> Tensor:
-        """Returns x, one value a computed row, with 0 where the label is ignored."""
+        """Returns x, which has one value per computed row, with 0 where the label is ignored."""
         return x if self._ignored is None else x.masked_fill(self._ignored, 0)
 
     def weights(self, scale: Tensor, part: slice) -> Tensor:
@@ -102,7 +103,8 @@ class Rows:
         return self.masked(x) if self.kept is None else x[self.kept]
 
     def spread(self, x: Tensor) -> Tensor:
-        """Returns a copy of x, one value a computed row, as (T,), 0 where the label is ignored."""
+        """Returns a copy of x, which has one value per computed row, as (T,), 0 where the label is
+        ignored."""
         if self.kept is None:
             return self.masked(x.clone())
         return x.new_zeros(self.total).index_copy_(0, self.kept, x)
@@ -128,7 +130,7 @@ def _pieces(lines: int, lines_per_row: int = 2) -> list[int]:
 
 
 class Workspace:
-    """One buffer for the fp32 logits of a piece, of every head, and the gradients of all pieces
+    """One buffer for the fp32 logits of a piece, of all heads, and for the gradients of the pieces
     before it."""
 
     def __init__(
@@ -161,7 +163,7 @@ class Workspace:
         self.buffer = torch.empty(used, stride, dtype=dtype, device=hidden.device)
 
     def parts(self, rows: int) -> list[slice]:
-        """Returns the pieces of a group of so many rows."""
+        """Returns the pieces of a group of `rows` rows."""
         parts, done = [], 0
         for piece in self.pieces:
             if done < rows:
@@ -193,7 +195,7 @@ class Workspace:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of logits and sums: fp32, or fp64 for operands in fp64."""
+    """Returns the dtype of logits and sums: fp32, or fp64 for operands in fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -214,7 +216,7 @@ class Gradients:
         self.bias = weight.new_zeros(len(weight), dtype=wide) if needs[2] else None
 
     def add(self, g: Tensor, h: Tensor, start: int) -> None:
-        """Adds a group's: g (rows, V) of the logits, h (rows, D) the hidden states."""
+        """Adds a group's gradients: g (rows, V) of the logits, h (rows, D) the hidden states."""
         if self.hidden is not None:
             where = self._rows.of(start, start + len(g))
             if isinstance(where, slice):

@@ -55,12 +55,13 @@ class Objective:
     in_place = False
     """Whether a 16-bit gradient may be written from the first byte of its fp32 logits on."""
     divisor = 1.0
-    """What the objective's gradients are yet to be divided by, such as a temperature: rows' weights
-    are divided by it before anything is rounded, so that a small one does not overflow in fp16."""
+    """The number by which the objective's gradients still have to be divided, such as a
+    temperature: rows' weights are divided by it before anything is rounded, so that a small one
+    does not overflow in fp16."""
     gradients = 1
-    """How many of `values`, from the first on, have a gradient."""
+    """The number of `values`, from the first on, that have a gradient."""
     values: tuple[Tensor, ...]
-    """One value a computed row, each (n,)."""
+    """The values of each computed row, each (n,)."""
 
     def prepare(self, rows: Rows, dtype: torch.dtype) -> None:
         """Makes room for the values; `dtype` is that of logits."""
@@ -161,7 +162,7 @@ class _Reduced(torch.autograd.Function):
 
 
 class _PerRow(torch.autograd.Function):
-    """An objective's values, one a row, each with a gradient of its own."""
+    """An objective's values for each row, where each row's value may get a different gradient."""
 
     @staticmethod
     @annotated("loss")
@@ -190,7 +191,7 @@ class _PerRow(torch.autograd.Function):
             ctx.save_for_backward(*tensors)
         ctx.objective, ctx.rows, ctx.logits_bytes, ctx.needs = objective, rows, logits_bytes, needs
         ctx.inputs = 4 + len(tensors)
-        # copies: whoever changes one in place changes nothing that backward reads
+        # copies: a caller that changes one in place changes nothing that backward reads
         values = tuple(rows.spread(x) for x in objective.values)
         ctx.mark_non_differentiable(*values[objective.gradients :])
         ctx.set_materialize_grads(False)
@@ -214,7 +215,7 @@ class _PerRow(torch.autograd.Function):
 
 
 def _weighted(ctx: Any, unit: Tensor, weights: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients from that of every row for a weight of one, unit (T, D)."""
+    """Returns the gradients from unit (T, D), those of every row for a weight of one."""
     assert weights is not None
     factors = ctx.rows.spread(weights / (_boost(unit.dtype) * ctx.objective.divisor))
     return torch.mul(unit, factors[:, None], out=torch.empty_like(unit)), None, None
@@ -223,8 +224,8 @@ def _weighted(ctx: Any, unit: Tensor, weights: Tensor | None) -> tuple[Tensor | 
 def _computed_again(
     ctx: Any, heads: list[Head], weights: list[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients from logits that are computed again. The weights of rows are divided by a power
-    of two that none exceeds, and the gradients multiplied by it."""
+    """Returns the gradients from logits that are computed again. The weights of rows are divided by
+    a power of two that none exceeds, and the gradients multiplied by it."""
     objective, rows, boost = ctx.objective, ctx.rows, _boost(heads[0].hidden.dtype)
     weights = [None if d is None else d / objective.divisor for d in weights]
     power = _power_above([d for d in weights if d is not None])
@@ -244,14 +245,14 @@ def _heads(tensors: Sequence[Any]) -> list[Head]:
 
 
 def _boost(dtype: torch.dtype) -> float:
-    """fp16 gradients get 8 more bits above the smallest number: those of the logits are below 256
-    then, far from 65504."""
+    """Returns a factor that gives fp16 gradients 8 more bits above the smallest number: those of
+    the logits are then below 256, far from 65504."""
     return 256.0 if dtype == torch.float16 else 1.0
 
 
 def _power_above(values: Sequence[Tensor]) -> Tensor:
-    """Returns the power of two above the largest magnitude, (), at least 2^-100; 1 if that is no
-    number."""
+    """Returns the power of two above the largest magnitude, (), at least 2^-100; 1 if that is not
+    finite."""
     top = torch.stack([x.abs().amax() if x.numel() else x.new_zeros(()) for x in values]).amax()
     exponent = torch.where(top.isfinite(), torch.frexp(top)[1], 0).clamp(min=-100)
     return torch.ldexp(torch.ones_like(top), exponent)
@@ -260,7 +261,7 @@ def _power_above(values: Sequence[Tensor]) -> Tensor:
 def _rounded(
     grads: Sequence[Tensor | None], scale: Tensor, dtypes: Sequence[torch.dtype | None]
 ) -> tuple[Tensor | None, ...]:
-    """Returns scale times each gradient in its dtype, in its own memory where it fits."""
+    """Returns scale times each gradient in its dtype, in the gradient's memory if it fits."""
 
     def rounded(g: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
         if g is None or dtype is None:
@@ -356,14 +357,14 @@ def check_device(hidden: Tensor, **tensors: Tensor | None) -> None:
 
 
 def check_number(**values: Any) -> None:
-    """Raises ValueError for what is no number of Python's, such as a tensor; None passes."""
+    """Raises ValueError for anything but a number of Python's, such as a tensor; None passes."""
     for name, value in values.items():
         if value is not None and not isinstance(value, Real):
             raise ValueError(f"{name} must be a number, got {type(value).__name__}")
 
 
 def check_count(num_items: int | Tensor | None) -> None:
-    """Raises ValueError for what is neither a number nor a tensor of one number; None passes."""
+    """Raises ValueError for anything but a number or a tensor of one number; None passes."""
     if not isinstance(num_items, Tensor):
         check_number(num_items=num_items)
     elif num_items.numel() != 1:
@@ -403,8 +404,8 @@ def check_class_weight(
     label_smoothing: float,
     lse_square_scale: float,
 ) -> None:
-    """Raises ValueError for weights of classes of another shape or device, and beside terms of the
-    loss that belong to no class; None passes."""
+    """Raises ValueError for weights of classes of another shape or device, and together with terms
+    of the loss that belong to no class; None passes."""
     if class_weight is None:
         return
     check_shape(name, class_weight, (vocab,))
@@ -414,7 +415,7 @@ def check_class_weight(
 
 
 def ignoring(labels: Tensor, ignore_index: int) -> Tensor:
-    """Returns labels whose ignored rows have IGNORE_INDEX, which is no label where a caller ignores
+    """Returns labels whose ignored rows have IGNORE_INDEX, which is no label if a caller ignores
     another number."""
     if ignore_index == IGNORE_INDEX:
         return labels
@@ -458,7 +459,8 @@ _INSTEAD = {
     "impl": "the kernels are chosen by the device",
     "vocab_parallel_options": "the weight is whole: gather it first",
 }
-"""Arguments of Liger-Kernel's losses and of Apple's cut-cross-entropy, and what to do instead."""
+"""Maps arguments of Liger-Kernel's losses and of Apple's cut-cross-entropy to what to do
+instead."""
 
 
 def refuse_others(function: str, others: Mapping[str, Any]) -> None:

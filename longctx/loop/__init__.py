@@ -1,3 +1,3 @@
-"""What a training loop takes beside a patched model: exact AdamW with its states where they fit,
-the questions that processes ask each other, and what a step cost.
+"""For training loops over a patched model: exact AdamW with its states where they fit, agreement
+among processes, and the speed and memory of a step.
 """

@@ -1,9 +1,9 @@
-"""Logs how fast a Trainer trains and what memory it takes: the figures of `longctx train`.
+"""Logs a Trainer's speed and memory: the figures of `longctx train`.
 
-A callback sees steps, but no batches. So a hook on the base model notes, of each forward of
-training, how many tokens it has and where its documents begin. The hook stands on the base model
-because TRL's trainers go around the model's own forward. What it notes stays on the GPU until a
-line is logged, when Trainer reads the loss and waits for the GPU anyway.
+A callback sees steps, but no batches. So a hook on the base model counts the tokens of each forward
+of training and of its documents. It is on the base model because TRL's trainers bypass the model's
+own forward. The counts stay on the GPU until a line is logged, when Trainer reads the loss and
+waits for the GPU anyway.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from longctx.any_model.beside import calling_trainer
+from longctx.any_model.auxiliary_models import calling_trainer
 from longctx.errors import UserError, print_rank0
 from longctx.loop.metrics import (
     Throughput,
@@ -34,17 +34,17 @@ class EfficiencyCallback(TrainerCallback):
 
         step_s              seconds of a step, from the end of the one before it; evaluations and
                             checkpoints are left out
-        tokens_per_s        tokens that forwards of training have got, of all processes; tokens that
-                            an attention mask leaves out do not count, nor does evaluation
+        tokens_per_s        tokens of the forwards of training, over all processes; tokens that an
+                            attention mask leaves out do not count, nor does evaluation
         mfu                 model FLOPs utilisation, if the GPU's peak is known: the FLOPs of these
                             tokens and of their documents' attention, over the peak of all GPUs
         peak_gpu_gib        peak memory allocated on this process' GPU since it started
-        peak_reserved_gib   what torch's allocator has reserved at most
+        peak_reserved_gib   the most memory that torch's allocator has reserved
         peak_host_gib       peak resident memory of this process
 
-    `peak_tflops` is a GPU's dense peak in bf16, for GPUs that longctx does not know. Nothing waits
-    for the GPU but a line that is logged, an evaluation and a checkpoint, which wait for it anyway.
-    With `longctx.LongTrainer`, which logs the same figures by itself, it has no use.
+    `peak_tflops` is a GPU's dense peak in bf16, for GPUs that longctx does not know. The process
+    waits for the GPU only where a line is logged, at an evaluation and at a checkpoint, which wait
+    for it anyway. `longctx.LongTrainer` logs these figures by itself.
 
     Raises UserError for a `peak_tflops` that is no positive number, and when training begins for a
     model that is not transformers'.
@@ -87,7 +87,7 @@ class EfficiencyCallback(TrainerCallback):
         if peak and (reason := _why_no_mfu(config)):
             print_rank0(f"EfficiencyCallback: no MFU of this model: {reason}")
             peak = None
-        # Rows of processes differ in length, so each counts its own, and they are added up.
+        # Rows of processes differ in length, so each counts its own rows, and these are summed.
         self.throughput = Throughput(
             config, parameters_in_matmuls(model), args.world_size, peak, args.world_size
         )
@@ -142,7 +142,8 @@ def _trunk(model: nn.Module) -> nn.Module:
 
 
 def _why_no_mfu(config: Any) -> str | None:
-    """A family without attention has no heads to count."""
+    """Returns why a model's FLOPs cannot be counted, such as a family without attention heads; None
+    if they can."""
     try:
         attended(config, torch.zeros(1, 1, dtype=torch.int64))
     except (AttributeError, TypeError) as error:
@@ -152,8 +153,8 @@ def _why_no_mfu(config: Any) -> str | None:
 
 def _tokens(inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None] | None:  # (B, S), (B, S)
     """Returns the position of each token in its document, and which tokens are real; None: all.
-    Without tokens, as in a call with images alone, returns None. A mask decides as in Hugging
-    Face's models: with one, each row is one document."""
+    Without tokens, as in a call with images alone, returns None. As in Hugging Face's models, each
+    row is one document if there is a mask."""
     embeds = inputs.get("inputs_embeds")
     tokens = inputs.get("input_ids") if embeds is None else embeds[..., 0]
     if tokens is None:
@@ -173,8 +174,8 @@ def _tokens(inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None] | None:  # (
 
 
 def _log_before_reporters(callback: TrainerCallback) -> None:
-    """Moves a callback of the trainer that calls to where it sees a line before TensorBoard and
-    others do, after the first callback, which decides what a step is followed by."""
+    """Moves a callback of the calling trainer behind the first callback, which decides what follows
+    a step, and before TensorBoard and others, so that they log its figures."""
     trainer = calling_trainer()
     if trainer is not None:
         callbacks = trainer.callback_handler.callbacks

@@ -1,4 +1,4 @@
-"""Exact AdamW for a training loop of one's own.
+"""Exact AdamW for any training loop.
 
     model = longctx.patch(model)
     optimizer = longctx.exact_adamw(model, lr=1e-5, tokens=131072)
@@ -9,7 +9,7 @@
         optimizer.zero_grad()
 
 It keeps the contract of torch.optim.AdamW, wherever its states are (docs/states.md): schedulers,
-clipping by others, moving averages, `state_dict` and `load_state_dict` of model and optimizer.
+torch's clipping, moving averages, `state_dict` and `load_state_dict` of model and optimizer.
 `optimizer.clip` is exact; `torch.nn.utils.clip_grad_norm_` rounds gradients in 16 bits once more.
 """
 
@@ -62,22 +62,23 @@ def exact_adamw(
     is_last: Callable[[], bool] = lambda: True,
     loraplus_lr_ratio: float | None = None,
 ) -> ExactAdamW:
-    """AdamW with fp32 states and masters, over bf16 or fp32 weights; moves the model to its places.
+    """Returns AdamW with fp32 states and masters, over bf16 or fp32 weights, and moves the model's
+    weights and states to where they fit.
 
-    `tokens` are those of the largest batch, and `image_tokens` as many of them as stand for parts
-    of images, for whose pixels and features a patched vision-language model is left room.
-    `batches` is how many add up in a step, `is_last` whether the one whose backward runs is the
-    step's last (several processes average then). `place` and `gpu_memory_gib` as train.py's.
-    Matrices decay, norms and biases do not. With `loraplus_lr_ratio` each adapter's B learns at so
-    many times `lr` (LoRA+).
+    `tokens` is the size of the largest batch. `image_tokens` of them stand for parts of images, for
+    whose pixels and features a patched vision-language model leaves room. `batches` is the number
+    of batches of a step, and `is_last` says whether the batch whose backward runs is the last one
+    (several processes average gradients then). `place` and `gpu_memory_gib` are the options of
+    `longctx train`. Weight decay applies to matrices, not to norms and biases. With
+    `loraplus_lr_ratio` the rate of each adapter's B is that multiple of `lr` (LoRA+).
 
-    `model` may be any module. The weights of one transformers model, patched by longctx, can wait
-    on the host, except lm_head's, which losses read; what several in one module need besides is
-    estimated, and nothing of other modules.
+    `model` may be any module. The weights of one transformers model that longctx has patched can
+    wait on the host, except lm_head's, which losses read. The memory of activations is counted for
+    such a model, estimated for several models in one module, and not counted for other modules.
     Parameters that are thawed later are trained from `optimizer.add_param_group` on.
 
-    Raises UserError where GPU or host have too little memory, where nothing is trained, and where
-    another exact AdamW has the model's states, and for an argument that is none of its values.
+    Raises UserError if GPU or host have too little memory, if nothing is trained, if another exact
+    AdamW has the model's states, and for an argument out of its range.
 
     Example:
         >>> import longctx, torch
@@ -109,6 +110,8 @@ def exact_adamw(
         device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
         world_size=dist.get_world_size() if dist.is_initialized() else 1,
     )
+    # Losses of other libraries read lm_head's weight without calling lm_head, whose hooks would
+    # bring the weight to the GPU.
     stream = place_states(model, request, tokens, head_movable=False)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.dim() > 1]},
@@ -125,7 +128,7 @@ def exact_adamw(
 def _check_arguments(
     model: Any, tokens: Any, place: Any, gpu_memory_gib: Any, batches: Any, ratio: Any
 ) -> None:
-    """Raises UserError for a wrong one. ExactAdamW checks those that are torch's."""
+    """Raises UserError for a wrong argument. ExactAdamW checks those that torch's AdamW has."""
     check = partial(check_argument, "exact_adamw")
     if not isinstance(model, nn.Module):
         raise UserError(f"exact_adamw: model must be a torch module, got {type(model).__name__}")
@@ -143,7 +146,8 @@ def _check_arguments(
 
 
 def _check_images(model: nn.Module, image_tokens: Any, tokens: int) -> None:
-    """Raises UserError for tokens of images that the largest batch or the model cannot have."""
+    """Raises UserError for more tokens of images than the largest batch has, or for a model without
+    a vision tower."""
     check_argument("exact_adamw", "image_tokens", image_tokens, NOT_NEGATIVE, whole=True)
     if image_tokens > tokens:
         raise UserError(f"exact_adamw: image_tokens={image_tokens} of tokens={tokens} are too many")
@@ -155,13 +159,13 @@ _alive: weakref.WeakSet[ExactAdamW] = weakref.WeakSet()
 
 
 def _check_free(parameters: list[nn.Parameter]) -> None:
-    """Raises UserError where an optimizer that is alive has states of one of the parameters."""
+    """Raises UserError if a living optimizer has states of one of the parameters."""
 
     def is_taken() -> bool:
         return any(optimizer.has(p) for optimizer in _alive for p in parameters)
 
     if is_taken():
-        gc.collect()  # schedulers and their optimizers hold each other
+        gc.collect()  # a scheduler and its optimizer are a reference cycle
         if is_taken():
             raise UserError(
                 "exact_adamw: the model has an exact AdamW already, and two would move the same "

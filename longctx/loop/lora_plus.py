@@ -2,9 +2,9 @@
 
     A -= lr step(A)                         B -= ratio lr step(B)
 
-At one rate for both, either A or B of a wide model learns too slowly. As in PEFT, DoRA's lengths
-learn at B's rate, and whatever is trained as a whole beside adapters learns at A's. The rate
-belongs to a group of the optimizer, so a schedule scales both rates alike.
+At one rate for both, either A or B of a wide model learns too slowly. As in PEFT, DoRA's magnitudes
+learn at B's rate, and parameters that are no adapters at A's. The rate belongs to a group of the
+optimizer, so a schedule scales both rates by one factor.
 
 Source: Hayou, Ghosh and Yu 2024, arXiv 2402.12354; PEFT's create_loraplus_optimizer.
 """
@@ -18,19 +18,20 @@ from torch import nn
 
 Group = dict[str, Any]
 _FAST = ("lora_B", "lora_magnitude_vector")
-"""Parts of the names of what learns at B's rate."""
+"""Parts of the names of parameters that learn at B's rate."""
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether anything in the model would learn at B's rate."""
+    """Whether any parameter of the model would learn at B's rate."""
     return bool(_fast(model))
 
 
 def with_rates(
     groups: Sequence[Group], model: nn.Module, *, lr: float, ratio: float
 ) -> list[Group]:
-    """The optimizer's groups, each in two: what learns at `lr`, and then what learns at `ratio`
-    times as much. Trainers log the rate of the first group, which is A's."""
+    """Returns the optimizer's groups, each in two: first the parameters that learn at `lr`, then
+    those that learn at `ratio` times `lr`. Trainers log the rate of the first group, which is
+    A's."""
     fast = _fast(model)
     split = [
         {**group, "params": [p for p in group["params"] if (p in fast) is faster], "lr": rate}

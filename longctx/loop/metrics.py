@@ -1,9 +1,9 @@
-"""What a step cost: tokens/s, MFU and peak memory, from counters that never stall the GPU.
+"""A step's tokens per second, MFU and peak memory, from counters that never stall the GPU.
 
 The formula of model FLOPs and the chips' peaks are the count's (cost/flops.py, cost/machines.py).
 Documents come from `position_ids`, which restart at 0: the sum of (2*p + 1) over a document's
 positions 0..L-1 is L^2, so no boundary search is needed and the sum stays on the GPU until a line
-is logged. An answer's positions go on from its prompt's, so that the sum over them counts the
+is logged. An answer's positions continue its prompt's, so that the sum over them counts the
 prompt's keys as well.
 """
 
@@ -33,13 +33,14 @@ from longctx.loop.collectives import all_reduce_sum, whole_numel
 
 
 def device_peak_flops(device: torch.device) -> float | None:
-    """The device's dense bf16 peak in FLOP/s; None where it is not known (CPUs among them)."""
+    """Returns the device's dense bf16 peak in FLOP/s; None if it is unknown, as for CPUs."""
     return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def parameters_in_matmuls(model: PreTrainedModel) -> int:
-    """As MFU counts them: all that a token meets but the input embedding (a tied lm_head counts)
-    and what sees images, whole over all processes."""
+    """Returns the parameters that MFU counts, over all processes: those by which a token is
+    multiplied. The input embedding is left out, unless it is also lm_head, and so is a vision
+    tower."""
     embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = lm_head is not None and look(lm_head, "weight") is look(embedding, "weight")
     seeing = tower_parameters(model)
@@ -52,8 +53,8 @@ def parameters_in_matmuls(model: PreTrainedModel) -> int:
 
 
 NO_ATTENTION = ("linear_attention", "conv", "moe", "mlp")
-"""transformers' names of layers without attention: with a recurrence, a convolution, or none of
-these. What a recurrence computes grows with the tokens alone, and is not counted."""
+"""transformers' names of layers without attention: with a recurrence, a convolution, or neither.
+The FLOPs of a recurrence grow with the tokens alone, and are not counted."""
 
 
 def attended(
@@ -61,8 +62,9 @@ def attended(
     position_ids: Tensor,  # (B, S)
     real: Tensor | None = None,  # (B, S) bool
 ) -> Tensor:  # () fp64
-    """Returns what `cost.flops.step_flops` calls so. Layers with windows are counted as such, and
-    those without attention, as of a hybrid, not at all; nor is padding, where `real` is False."""
+    """Returns the `attended` of `cost.flops.step_flops`. Layers with windows are counted as such.
+    Layers without attention, as in hybrids, are not counted, nor is padding, where `real` is
+    False."""
     total = torch.zeros((), dtype=torch.float64, device=position_ids.device)
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     columns_of = map(_columns, config_of_layers(config))
@@ -72,13 +74,14 @@ def attended(
     )
     for (columns, window), layers in found.items():
         seen = position_ids if window is None else position_ids.clamp(max=window - 1)
+        # A document of 3 tokens has 1 + 3 + 5 = 3^2; with a window of 2 tokens 1 + 3 + 3.
         keys = 2 * seen + 1
         total += columns * layers * (keys if real is None else keys * real).sum()
     return total
 
 
 def _columns(config: PretrainedConfig) -> float:
-    """Returns the columns of a layer's scores and values, of all heads: their mean where the two
+    """Returns the columns of a layer's scores and values, over all heads: their mean if the two
     differ, as in DeepSeek-V3."""
     values, scores = (getattr(config, name, None) for name in ("v_head_dim", "qk_head_dim"))
     size = (values + scores) / 2 if values and scores else head_dim(config)
@@ -86,8 +89,8 @@ def _columns(config: PretrainedConfig) -> float:
 
 
 def peak_memory(device: torch.device, held_bytes: int = 0) -> dict[str, float]:
-    """Peaks since the process started, in GiB. GPU figures only where there is a GPU. `held_bytes`
-    are those of CUDA graphs, which torch's allocator does not count as allocated."""
+    """Returns the peaks since the process started, in GiB; those of the GPU only if there is one.
+    `held_bytes` are those of CUDA graphs, which torch's allocator does not count as allocated."""
     # ru_maxrss is in KiB on Linux and in bytes on macOS.
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     peak = {"peak_host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / GIB}
@@ -103,17 +106,17 @@ def peak_memory(device: torch.device, held_bytes: int = 0) -> dict[str, float]:
 class Throughput:
     """Tokens and FLOPs between two logged lines, over all processes.
 
-    Every position of a row counts as a token. Padding does, too, if nobody says which tokens are
-    real: it is computed like the others.
+    Every position of a row counts as a token. Padding counts, too, unless `real` leaves it out: it
+    is computed like other tokens.
     """
 
     config: PretrainedConfig
     parameters: int
     world_size: int = 1
     peak_flops: float | None = None
-    """FLOP/s of a process's GPU at its best."""
+    """The dense bf16 peak of a process's GPU, in FLOP/s; None: MFU is not computed."""
     ranks_a_row: int = 1
-    """Processes that count the same rows."""
+    """The number of processes that count the same rows."""
     _tokens: Any = 0
     _step_tokens: Any = 0
     """An int, or a tensor on the device if padding is left out."""
@@ -134,26 +137,26 @@ class Throughput:
 
     @property
     def pending(self) -> Tensor | None:  # () fp64
-        """The attended pairs since the last logged line, where the GPU has counted them; None where
-        the host knows their number."""
+        """The attended pairs since the last logged line if the GPU has counted them; None if the
+        host knows their number."""
         return self._attended if isinstance(self._attended, Tensor) else None
 
     def settle(self, pending: float) -> None:
-        """Takes the value of `pending`, so that nobody waits for it."""
+        """Takes the value of `pending`, so that later reads do not wait for the GPU."""
         self._attended = pending
 
     @property
     def _batches(self) -> int:
-        """Processes that have rows of their own."""
+        """The number of processes that have different rows."""
         return self.world_size // self.ranks_a_row
 
     def start_clock(self) -> None:
-        """Leaves out what lies between two steps: a checkpoint, an evaluation."""
+        """Leaves out the time since the last step: a checkpoint, an evaluation."""
         self._last = time.perf_counter()
 
     def step_done(self) -> Any:
-        """Returns the step's tokens, over all processes: an int, or a tensor if padding is left
-        out."""
+        """Ends a step and returns its tokens, over all processes: an int, or a tensor if padding is
+        left out."""
         now = time.perf_counter()
         self._seconds += now - self._last
         self._steps += 1
@@ -163,13 +166,13 @@ class Throughput:
         return tokens
 
     def add_up(self, device: torch.device) -> None:
-        """Sums what the processes have counted, where each counts rows of its own that differ in
-        length and stands for itself (`ranks_a_row=world_size`). All must call it."""
+        """Sums the counts of all processes if their rows differ in length, so that each counts its
+        own rows alone (`ranks_a_row=world_size`). All processes must call it."""
         counts = all_reduce_sum([float(self._tokens), float(self._attended)], device)
         self._tokens, self._attended = round(counts[0]), counts[1]
 
     def read(self) -> dict[str, float]:
-        """The figures since the last call; empty before the first step."""
+        """Returns the figures since the last call; empty before the first step."""
         if not self._steps:
             return {}
         tokens, pairs = int(self._tokens), float(self._attended) * self._batches
@@ -185,7 +188,6 @@ class Throughput:
 
 
 def figures(throughput: Throughput, device: torch.device, runtime: Any) -> dict[str, float]:
-    """Returns what a logged line says of speed and memory; `runtime` is the patched model's, or
-    None."""
+    """Returns the speed and memory of a logged line; `runtime` is the patched model's, or None."""
     graphs = runtime and runtime.graphs
     return throughput.read() | peak_memory(device, graphs.held_bytes if graphs else 0)

@@ -1,7 +1,4 @@
-"""Places the states of exact AdamW by budgets of memory.
-
-What goes where is decided in memory/decide.py; here it is done.
-"""
+"""Moves a model's weights and the states of exact AdamW to their places (memory/decide.py)."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ from longctx.settings import TaskName, scored_tokens
 
 
 class GivenPlan(Protocol):
-    """A plan that was made before, whose places a run takes."""
+    """A plan that was made before, whose places a run uses."""
 
     @property
     def path(self) -> Path: ...
@@ -74,10 +71,10 @@ def place_states(
     head_movable: bool = True,
     host_memory_gib: float | None = None,
 ) -> StateStream:
-    """Moves the model's weights and new AdamW states to where the options put them, or a given
-    plan; the longest batch has `tokens`, `head_movable` is that of `state_blocks`. A patched model
-    knows how much of the host it may take, another may take `host_memory_gib`. Raises UserError
-    where GPU or host have too little memory."""
+    """Moves the model's weights and new AdamW states to the places that the options, or a given
+    plan, ask for. `tokens` are those of the longest batch; `head_movable` is that of
+    `state_blocks`. `host_memory_gib` limits the host memory of a model that is not patched. Raises
+    UserError if GPU or host have too little memory."""
     patched, several = _scheduled(model), args.world_size > 1
     movable = patched is not None and not several
     specs = state_blocks(model, movable=movable, head_movable=head_movable)
@@ -96,6 +93,7 @@ def place_states(
     dtype, on_gpu = next(model.parameters()).dtype, args.device.type == "cuda"
     print_rank0(describe_states(decided, dtype, on_gpu=on_gpu))
     if several:
+        # This replaces DDP, which also makes all processes begin with the first one's weights.
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.data, 0)
     store = patched.longctx.store if patched else inputs.store if inputs else None
@@ -121,6 +119,7 @@ def _decided(
     task: TaskName,
     link_bytes: float | None = None,
 ) -> Decision:
+    """Returns the decision, by the count of the layers that run."""
     accumulates = args.gradient_accumulation_steps > 1
     if patched is None and (inputs := _keeps_inputs(model)) is not None:
         inputs.link_bytes = link_bytes
@@ -149,8 +148,8 @@ def _decided(
 
 
 def _scheduled(model: Any) -> Any | None:
-    """Returns the patched model whose layers the schedule runs in training; None where Hugging
-    Face's layers run, and for a module of several models, whose activations share no budget."""
+    """Returns the patched model whose layers the schedule runs in training; None if Hugging Face's
+    layers run, and for a module of several models, whose activations share no budget."""
     patched = patched_part(model)
     if patched is None or len(language_models(model)) != 1:
         return None
@@ -159,7 +158,8 @@ def _scheduled(model: Any) -> Any | None:
 
 
 def _keeps_inputs(model: Any) -> AnyRuntime | None:
-    """Returns what holds the inputs of Hugging Face's layers, in any model that was patched so."""
+    """Returns the runtime of a model that was patched as any model, which holds its layers'
+    inputs."""
     found = any_part(model) if len(language_models(model)) == 1 else None
     return None if found is None else any_runtime_of(found)
 
@@ -167,7 +167,7 @@ def _keeps_inputs(model: Any) -> AnyRuntime | None:
 def _peer_step(
     model: Any, args: Placing, tokens: int, task: TaskName, link_bytes: float | None
 ) -> Step:
-    """Returns the step of a model whose layers are not ours, as its plan counts it."""
+    """Returns the step of a model whose layers are not longctx's, as its plan counts it."""
     patched = patched_part(model) if len(language_models(model)) == 1 else None
     dtype = next(model.parameters()).dtype
     class_type, chunks = peer_kind_of(model)
@@ -200,23 +200,24 @@ def limit_gpu(device: torch.device, gib: float | None) -> None:
 
 
 def _gpu_budget(specs: Sequence[BlockSpec], args: Placing) -> int:
+    """Returns the bytes that the run may take of the GPU, with those of the weights there."""
     if args.device.type != "cuda":
-        return 2**62
+        return 2**62  # a CPU has one memory, the host's
     tensors = (part.tensor for spec in specs for part in spec.parts)
     weights = sum(x.nbytes for x in tensors if x.is_cuda)
     return gpu_budget(free_gpu_bytes(args.device) + weights, args.gpu_memory_gib)
 
 
 def _host_budget(specs: Sequence[BlockSpec], limit_gib: float | None, args: Placing) -> int:
-    """Returns this process's share, with what the weights hold until they have moved; processes of
-    one host look before any of them takes its own."""
+    """Returns this process's share of the host, with the bytes that weights hold until they have
+    moved. Processes of one host ask before any of them takes its share."""
     free = host_share_bytes() + leaving_bytes(specs, args.device)
     return all_reduce_min(host_budget(free, limit_gib), args.device)
 
 
 def describe_states(decided: Decision, dtype: torch.dtype, *, on_gpu: bool = True) -> str:
-    """Returns a line: what a run without an engine trains with, and where it lives. Without a GPU
-    there is one memory."""
+    """Returns a line that says what a run without an engine trains, and where it lives. `on_gpu`
+    False: the process has no GPU, so it has one memory."""
     host = decided.host
     trained = {p.dtype for spec in decided.specs for p in spec.trained}
     parts = "fp32 weights"

@@ -1,19 +1,19 @@
-"""The ladders that the search scores, and their bytes, FLOPs and copies: an array entry for each.
+"""The ladders that the search scores (counted.py has their bytes and FLOPs).
 
-In these ladders the first layers' activations wait on the host, since backward needs them last, and
+In these ladders the first layers' activations wait on the host, since backward reads them last, and
 the last layers keep everything. Layers of several kinds may keep different sets. For four layers
 the best of these ladders takes at most 5% longer than the best of all ladders, which is a part of
 one layer's work (tests/memory/test_ladder.py). Which ladders are scored does not depend on the
 budget.
 
-Where memory is short of even that, only the lowest of every k of the first layers keeps its input
-(`sparse`), and all but the highest of them run forward again.
+If memory is too small for any of these, only the lowest of every k of the first layers keeps its
+input (`sparse`), and all but the highest of them run forward again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import product
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -21,25 +21,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longctx.cost.kept import NOTHING, Keep, Ladder, Names, runs
-from longctx.cost.peak import Tables, made_bytes, raised_bytes
 from longctx.cost.rates import Rates
-from longctx.cost.seconds import Falling, Hosted, priced
-from longctx.cost.table import INPUT, Keepable, Load, Phase, Table, load, stacked
-from longctx.memory.levels import Activity
+from longctx.cost.seconds import priced
+from longctx.cost.table import INPUT, Keepable, Table, load
 from longctx.settings import Offload
 
 MOST = 32
-"""At most so many counts of layers are tried: all of them, else every second, third, and so on."""
+"""At most this many counts of layers are tried: all of them, else every second, third, and so
+on."""
 
 
 Sets = tuple[Names, ...]
-"""What layers keep, by their kind."""
+"""The sets that layers keep, by their kind."""
 Stretch = tuple[tuple[Keep, ...], int]
-"""What consecutive layers keep, by their kind, and how many layers they are."""
+"""The sets that consecutive layers keep, by their kind, and the number of these layers."""
 
 
 class Choice(NamedTuple):
-    """What a layer of one kind may keep for backward, and whether it runs forward again then."""
+    """The set that a layer of one kind may keep, and whether it then runs forward again."""
 
     kind: int
     keep: Keep
@@ -48,12 +47,12 @@ class Choice(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """C ladders. What each layer does is an index into `choices`."""
+    """C ladders. The choice of each layer is an index into `choices`."""
 
     choices: list[Choice]
     layers: Any  # (C, layers)
     numbers: Any  # (C, choices)
-    """How many layers of a ladder have each choice."""
+    """The number of a ladder's layers that have each choice."""
 
     @classmethod
     def of(cls, ladders: Iterable[Iterable[Stretch]], of_layer: Sequence[int]) -> Candidates:
@@ -62,6 +61,8 @@ class Candidates(NamedTuple):
         ids: dict[Choice, int] = {}
         everywhere: dict[tuple[Keep, ...], bytes] = {}
         rows: dict[bytes, None] = {}
+        # Rows are bytes of uint16: a dict drops equal ladders, and a stretch is a slice of the row
+        # that has its choice everywhere.
         width = np.uint16().itemsize
         for ladder in ladders:
             row, at = b"", 0
@@ -79,6 +80,7 @@ class Candidates(NamedTuple):
         bare = np.array([INPUT not in choice.keep.kept for choice in made])
         if bare.any():
             layers = layers.copy()
+            # The second half of `made` has the choices of layers that run forward again.
             layers[:, :-1] += bare[layers[:, 1:]] * np.uint16(len(ids))
             made += [choice._replace(twice=True) for choice in ids]
         numbers = np.stack([(layers == k).sum(axis=1) for k in range(len(made))], axis=1)
@@ -91,8 +93,8 @@ class Candidates(NamedTuple):
 
     @classmethod
     def bare(cls, of_layer: Sequence[int]) -> Candidates:
-        """Makes one candidate whose layers keep nothing, and of which none runs forward again: less
-        than any ladder takes."""
+        """Makes one candidate whose layers keep nothing, and of which none runs forward again. It
+        takes less time and memory than any ladder."""
         kinds = [Choice(kind, Keep(NOTHING)) for kind in range(1 + max(of_layer))]
         layers = np.array([of_layer], np.uint16)
         return cls(kinds, layers, np.bincount(layers[0])[None])
@@ -105,7 +107,7 @@ class Candidates(NamedTuple):
 
 
 def sets(kinds: Sequence[Table], rates: Rates) -> tuple[Sets, ...]:
-    """Returns the sets that layers may keep, the smallest first. Each adds to the ones before the
+    """Returns the sets that layers may keep, the smallest first. Each adds to the set before it the
     keepable that spares most seconds per byte. Kinds of layers take turns: none gets its second
     keepable before all have their first. A keepable that spares nothing is in no set."""
 
@@ -135,8 +137,8 @@ def sets(kinds: Sequence[Table], rates: Rates) -> tuple[Sets, ...]:
 def candidates(
     of_layer: tuple[int, ...], kept: tuple[Sets, ...], offload: Offload, asked: Sets | None = None
 ) -> Candidates:
-    """Returns all ladders that are scored, for layers of these kinds: of the sets `kept`, or with
-    one set if that was asked for."""
+    """Returns all ladders that are scored, for layers of these kinds: with the sets `kept`, or with
+    `asked` alone."""
     layers = len(of_layer)
     every = {"none": [0], "all": [layers - 1], "auto": [*range(layers)]}[offload]
     counts = every[:: -(-len(every) // MOST)]
@@ -172,7 +174,7 @@ def usual(kept: tuple[Sets, ...]) -> list[Sets]:
 def _free(
     layers: int, kept: tuple[Sets, ...], counts: Iterable[int], offload: Offload
 ) -> Iterator[list[Stretch]]:
-    """Yields the ladders of --keep auto. `kept` are sets, each with one keepable more than the one
+    """Yields the ladders of --keep auto. Each of the sets `kept` has one keepable more than the one
     before."""
     least, most, short = kept[0], kept[-1], usual(kept)
     step = -(-layers // MOST)
@@ -214,9 +216,9 @@ def _between(
 
 
 PERIODS = (2, 3, 4, 6, 8, 12, 16)
-"""The numbers of layers of which the lowest alone keeps its input."""
+"""The numbers of consecutive layers of which only the lowest keeps its input."""
 FEWER = 16
-"""For each of them, at most so many counts of the first layers are tried."""
+"""At most this many counts of the first layers are tried for each period."""
 LAST = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Counts of the last layers, which keep on the GPU what layers usually keep."""
 
@@ -224,12 +226,13 @@ LAST = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
 @lru_cache(maxsize=16)
 def sparse(of_layer: tuple[int, ...], kept: tuple[Sets, ...], offload: Offload) -> Candidates:
     """Returns the ladders in which only the lowest of every k of the first layers keeps its input,
-    and those above them keep it, or what they usually keep. The last layers do that on the GPU."""
+    and the layers above them keep it, or their usual set. The last layers keep this on the GPU."""
     return Candidates.of(_sparse(len(of_layer), kept, offload), of_layer)
 
 
 def _sparse(layers: int, kept: tuple[Sets, ...], offload: Offload) -> Iterator[list[Stretch]]:
-    """Yields them: every k-th of the first layers, those between, and the last ones."""
+    """Yields the ladders of `sparse`: every k-th of the first layers, those between, and the last
+    ones."""
     least, most = kept[0], usual(kept)[0]
     places = {"none": (False,), "all": (True,), "auto": (True, False)}[offload]
     lasts = (1,) if offload == "all" else LAST
@@ -249,158 +252,6 @@ def _sparse(layers: int, kept: tuple[Sets, ...], offload: Offload) -> Iterator[l
 
 
 def _cut(stretches: Sequence[Stretch], layers: int) -> list[Stretch]:
-    """Returns the first `layers` of two stretches, of which the first has one layer."""
+    """Returns the first `layers` layers of two stretches, of which the first has one layer."""
     (one, _), (rest, _) = stretches
     return [(one, min(1, layers)), (rest, max(0, layers - 1))]
-
-
-# --- counted -----------------------------------------------------------------------------------
-
-
-class EachChoice:
-    """The bytes and FLOPs of one layer, an entry for each choice of the candidates. They are
-    counted once for a cut of the work: 40 placements of the states are scored with the same
-    numbers."""
-
-    def __init__(self, choices: Sequence[Choice], kinds: Sequence[Table]) -> None:
-        self.kinds = np.eye(len(kinds), dtype=int)[[choice.kind for choice in choices]]
-        self.choices = [(kinds[choice.kind], choice.keep) for choice in choices]
-        self.twice = np.array([choice.twice for choice in choices])
-        self.bare = np.array([INPUT not in choice.keep.kept for choice in choices])
-
-    def count(self, of: Callable[[Table, Keep], float]) -> Any:  # (choices,)
-        return np.array([of(layer, keep) for layer, keep in self.choices])
-
-    @cached_property
-    def on_gpu(self) -> Any:  # (choices,)
-        return self.count(lambda layer, keep: layer.kept_bytes(keep.on_gpu))
-
-    @cached_property
-    def on_host(self) -> Any:  # (choices,)
-        return self.count(lambda layer, keep: layer.kept_bytes(keep.hosted))
-
-    @cached_property
-    def forward(self) -> Any:  # (choices,)
-        return self._working("forward")
-
-    @cached_property
-    def backward(self) -> Any:  # (choices,)
-        return self._working("backward")
-
-    def _working(self, phase: Phase) -> Any:
-        """Returns the bytes that a layer adds while it computes, less what it keeps on the GPU."""
-
-        def added(layer: Table, keep: Keep) -> float:
-            return sum(layer.working(phase, keep.kept).values()) + made_bytes(layer, keep)
-
-        return self.count(added) - self.on_gpu
-
-    @cached_property
-    def again(self) -> Load:
-        """What backward of the layer recomputes."""
-        each = zip(self.choices, self.twice, strict=True)
-        return stacked([load(layer.again(keep.kept, twice=twice)) for (layer, keep), twice in each])
-
-    @cached_property
-    def raised(self) -> Any:  # (choices,)
-        """The bytes that a layer adds on the GPU if it runs forward again, by choice."""
-        return self.count(raised_bytes) * self.twice
-
-    @cached_property
-    def hosted(self) -> Hosted:
-        """What the layer keeps on the host."""
-
-        def total(which: Callable[[Keepable], bool]) -> Any:
-            return self.count(
-                lambda layer, keep: sum(
-                    k.aligned for k in layer.keepables if k.name in keep.hosted and which(k)
-                )
-            )
-
-        waits = self.count(lambda _, keep: bool(keep.hosted))
-        falling = Falling(
-            kinds=self.kinds.argmax(axis=1),
-            early=total(lambda k: k.name == INPUT),
-            middle=total(lambda k: k.name != INPUT and not k.of_tiles),
-            late=total(lambda k: k.of_tiles),
-        )
-        return Hosted(
-            nbytes=total(lambda _: True),
-            layers=self.kinds * waits[:, None],
-            first=total(lambda k: k.read_first),
-            falling=falling,
-            numbers=np.eye(len(self.choices), dtype=int),
-        )
-
-
-class Counted:
-    """The bytes and FLOPs of candidates, of one model, batch and cut."""
-
-    def __init__(self, found: Candidates, tables: Tables, each: EachChoice | None = None) -> None:
-        self.found, self.tables = found, tables
-        self.each = each or EachChoice(found.choices, tables.kinds)
-
-    def some(self, which: Any) -> Counted:
-        if len(which) == len(self.found.layers):
-            return self
-        return Counted(self.found.some(which), self.tables, self.each)
-
-    @cached_property
-    def on_gpu(self) -> Any:  # (C,)
-        """Saved activations of all layers, when forward ends."""
-        return self.found.numbers @ self.each.on_gpu
-
-    @cached_property
-    def loss_bytes(self) -> int:
-        return sum(self.tables.loss.during("loss").values())
-
-    @cached_property
-    def activity(self) -> Activity:
-        end = np.cumsum(self.each.on_gpu[self.found.layers], axis=1)
-        backward = end + self.each.backward[self.found.layers]
-        if self.each.twice.any():
-            backward += self._raised_below
-        return Activity(
-            forward=end + self.each.forward[self.found.layers],
-            backward=backward,
-            loss=end[:, -1] + self.loss_bytes,
-            embedding=sum(self.tables.embedding.during("embedding").values()),
-        )
-
-    @property
-    def _raised_below(self) -> Any:  # (C, layers)
-        """The bytes on the GPU that layers have added by running forward again when the backward of
-        a layer above them begins; by candidate and by that layer."""
-        layers = self.found.layers
-        raised = self.each.raised[layers]
-        before = np.cumsum(raised, axis=1) - raised
-        # Those of the layers below the lowest of its own have gone, or are still to come.
-        own = ~self.each.bare[layers]
-        return before - np.maximum.accumulate(np.where(own, before, 0), axis=1)
-
-    @cached_property
-    def again_layers(self) -> Any:  # (C, layers)
-        """Whether a layer's weights come up once more: it or one below runs forward again. None if
-        no layer does."""
-        either = self.each.twice | self.each.bare
-        return either[self.found.layers] if either.any() else None
-
-    @cached_property
-    def below(self) -> Any:  # (C, layers + 1)
-        """Bytes that the layers below each layer keep on the host."""
-        hosted = self.each.on_host
-        found = np.zeros((len(self.found.layers), self.found.layers.shape[1] + 1), np.int64)
-        np.cumsum(hosted[self.found.layers], axis=1, out=found[:, 1:])
-        return found
-
-    @cached_property
-    def again(self) -> Load:
-        """What backward of all layers recomputes."""
-        return self.each.again.each(lambda numbers: self.found.numbers @ numbers)
-
-    @cached_property
-    def hosted(self) -> Hosted:
-        """The totals of all layers."""
-        each, numbers = self.each.hosted, self.found.numbers
-        summed = {name: numbers @ getattr(each, name) for name in ("nbytes", "layers", "first")}
-        return each._replace(**summed, numbers=numbers)

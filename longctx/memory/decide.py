@@ -33,7 +33,7 @@ def gpu_budget(free: int, limit_gib: float | None) -> int:
 
 
 class Kept(NamedTuple):
-    """What layers keep from forward to backward."""
+    """The saved activations of all layers."""
 
     ladder: Ladder
     hosted: tuple[int, ...]
@@ -51,7 +51,7 @@ class Decision:
     host: HostRoom
     budget: Budget
     needed_bytes: int
-    """Bytes of the GPU: the budget if it is enough, else the least that is needed."""
+    """GPU bytes: the budget if it is enough, else the fewest that are needed."""
     chosen: Chosen
 
     @property
@@ -70,7 +70,8 @@ class Decision:
         )
 
     def gpu_problem(self) -> str | None:
-        """Returns one line that says why the GPU is too small and what to do; None if it is not."""
+        """Returns one line that says why the GPU is too small and what to do; None if it is large
+        enough."""
         if self.needed_bytes <= self.budget.gpu:
             return None
         fix = "a shorter --seq_len or smaller --per_device_train_batch_size"
@@ -82,6 +83,7 @@ class Decision:
         )
 
     def host_problem(self) -> str | None:
+        """Returns one line that says why the host is too small; None if it is large enough."""
         if self.host.nbytes <= self.budget.host:
             return None
         return (
@@ -113,8 +115,8 @@ def decide(
 def _levels(
     blocks: tuple[BlockSizes, ...], placement: Placement, accumulates: bool, several: bool
 ) -> list[Levels]:
-    """Returns the levels of each order in which states leave. The plans of one model with other
-    rows or another budget share what these have counted."""
+    """Returns the levels of each order in which states leave. They are kept, so that plans of one
+    model with other rows or another budget share their counts."""
     seeing = any(block.sees and block.movable for block in blocks)
     return [
         Levels(
@@ -140,7 +142,7 @@ def decide_as_given(
     step: Step,
     places: list[Place],
 ) -> Decision:
-    """Returns the decision that a given plan made elsewhere, with the bytes that it needs here."""
+    """Returns the decision of a plan that was made elsewhere, with the bytes that it needs here."""
     blocks = [spec.sizes(accumulates=accumulates) for spec in specs]
     assert step.given is not None
     ladder, sizes = step.given

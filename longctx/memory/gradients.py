@@ -1,19 +1,14 @@
-"""The gradients that backward delivers, in `parameter.grad`, as torch's loops want them.
+"""The gradients that backward delivers, in `parameter.grad`, as torch's loops expect them.
 
-On the GPU such a gradient is the tensor that autograd made. If its block's place is the host, it
-leaves as soon as it is finished, and a `HeldGradient` stands for it (held.py). In both cases
-`parameter.grad` is the only record: whoever sets it to None, replaces it or scales it changes the
-gradient itself.
+On the GPU such a gradient is the tensor that autograd made. If its block's place is the host, it is
+copied there as soon as it is finished, and a `HeldGradient` stands for it (held.py). In both cases
+`parameter.grad` is the only record: code that sets it to None, replaces it or scales it changes the
+gradient itself. docs/states.md draws the road of a gradient on the host.
 
 Gradients of several batches are summed in fp32, those of 16-bit weights too. Where a step was
-planned for several batches, gradients have fp32 from the first one on, so that views of them show
+planned for several batches, gradients are fp32 from the first batch on, so that views of them show
 every sum. Otherwise the gradient of a single batch stays in the dtype in which it arrives. On the
 host later batches are added in pieces: each is copied up, added to, and copied down.
-
-`norm` is the same wherever gradients are: squares are summed in fp32, chunk by chunk and always in
-one order (kernels/square_sums.py), and the sums of all chunks in fp64. A gradient that leaves is
-measured on its way; those that stay are measured together, in one launch.
-(torch.nn.utils.clip_grad_norm_ rounds each bf16 gradient's norm to 8 bits.)
 
 With several processes the finished gradient is averaged over them in fp32 while backward goes on,
 rounded once, and ready when backward ends. This replaces DDP, which would keep a second copy of
@@ -25,7 +20,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,23 +30,21 @@ from torch import Tensor, nn
 from longctx.constants import GIB
 from longctx.errors import print_rank0
 from longctx.kernels.annotate import annotate
-from longctx.kernels.square_sums import CHUNK, many_square_sums, square_sums
-from longctx.memory.aliases import any_is_seen, is_seen, share_memory
-from longctx.memory.guard import unguarded
+from longctx.kernels.square_sums import CHUNK, square_sums
+from longctx.memory.clipping import Clipping, norm_from
+from longctx.memory.guard import any_is_seen, is_seen, share_memory, unguarded
 from longctx.memory.held import Held, HeldGradient
 from longctx.memory.place import IN_FLIGHT_BYTES
-from longctx.memory.states import Block
+from longctx.memory.states import Block, Slot
 from longctx.memory.stream import StateStream
 
-Slot = tuple[Block, int]
-"""A block, and the number of a parameter in it."""
 SEEN = (
     "another batch adds to a gradient in 16 bits of which somebody keeps a view, and the view "
     "would not show the sum: say batches=2 or more to exact_adamw, or drop the view before backward"
 )
 _FLOATS = (torch.bfloat16, torch.float32)
 LARGE_BYTES = 2**26
-"""Bytes of one gradient that are worth a line when a view brings it to the GPU."""
+"""A line is printed if a view brings a gradient of at least this many bytes to the GPU."""
 
 
 class WatchedGradients:
@@ -68,16 +61,13 @@ class WatchedGradients:
         self._slots: dict[nn.Parameter, Slot] = {}
         self._watched: list[Slot] = []
         self._order: dict[Slot, None] = {}
-        """The order in which backward delivered the gradients."""
-        self._measured: dict[Slot, tuple[Tensor, int, int]] = {}
-        """Gradients that are not held: the square sums that `norm` last measured, and which of them
-        are the gradient's."""
-        self._clipped: dict[Slot, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-        """Gradients in 16 bits that `clip` left unchanged: their version then, and their factor."""
+        """The slots, in the order in which backward delivered their gradients."""
         self._leaving: deque[tuple[object, int, Tensor]] = deque()
+        """Gradients whose copy to the host may still run: its mark, their bytes, and the tensor."""
         self._reducing: deque[tuple[Slot, Tensor, dist.Work]] = deque()
+        """Gradients that are being summed over processes, in fp32."""
         self._said_large = False
-        self._chunk = math.gcd(CHUNK, stream.piece)
+        self._clipping = Clipping(stream.device, math.gcd(CHUNK, stream.piece))
         self._processes = dist.get_world_size() if dist.is_initialized() else 1
 
     @property
@@ -90,7 +80,7 @@ class WatchedGradients:
         self._slots[parameter] = slot
         self._watched.append(slot)
         parameter.grad_dtype = None  # type: ignore[attr-defined]  # sums have fp32
-        # Hooks hold nothing: garbage collection does not see through those of parameters.
+        # Hooks hold a weak reference: garbage collection does not see through those of parameters.
         me, number = weakref.ref(self), len(self._watched) - 1
 
         def before(grad: Tensor) -> None:
@@ -108,24 +98,25 @@ class WatchedGradients:
         weakref.finalize(self, _remove, hooks)
 
     def __len__(self) -> int:
-        """The number of gradients."""
+        """Returns the number of gradients."""
         return sum(1 for _ in self._present())
 
     def _present(self) -> Iterator[tuple[Slot, Tensor]]:
+        """Yields the gradients that exist."""
         for parameter, slot in self._slots.items():
             if (grad := parameter.grad) is not None:
                 yield slot, grad
 
     def _is_seen(self, grad: Tensor, holders: int) -> bool:
-        """Whether others have views of a gradient on the GPU. Gradients may share a storage among
-        themselves: autograd hands out parts of a larger one."""
+        """Whether other code has views of a gradient on the GPU, beyond `holders` references.
+        Gradients may share a storage with each other: autograd hands out parts of a larger one."""
         if not is_seen(grad, holders):
             return False
         here = (found[0] for _, g in self._present() if (found := _here(g)) is not None)
         return is_seen(grad, holders, owners=sum(share_memory(x, grad) for x in here))
 
     def are_seen(self) -> bool:
-        """Whether others have views of a gradient that an update would read later."""
+        """Whether other code has views of a gradient that an update would read later."""
         if all(block.place.all_on_gpu for block in self._stream.blocks):
             return False
         later = (grad for slot, grad in self._present() if not slot[0].place.all_on_gpu)
@@ -135,25 +126,26 @@ class WatchedGradients:
     # --- from backward -------------------------------------------------------------------------
 
     def _widen(self, slot: Slot) -> None:
-        """Prepares a gradient for another batch: in fp32, and scaled as `clip` asked."""
+        """Prepares a gradient for another batch: makes it fp32, and applies the factor of
+        `clip`."""
         block, i = slot
         parameter = block.parameters[i]
         grad = parameter.grad
         if grad is None or isinstance(grad, HeldGradient):
             return
         self._settle_block(block)
-        if block.streams:  # somebody's own, on the host maybe
+        if block.streams:  # a tensor that a loop has assigned, maybe on the host
             held = Held(self, slot)
             held.here = grad.to(self.device).contiguous()
             _show(parameter, held, held.here.dtype)
         elif grad.dtype != torch.float32:
-            factor = self.factor(slot, grad)
+            factor = self._clipping.factor(slot, grad)
             if self._is_seen(grad, 2):
                 raise RuntimeError(SEEN)
             _make_wide(grad)
             if factor is not None:
                 grad.mul_(factor.to(grad.device))
-                del self._clipped[slot]  # applied now: the sum that follows is a change of ours
+                del self._clipping.clipped[slot]  # the sum that follows is no change by others
 
     def _arrive(self, slot: Slot) -> None:
         """Takes a gradient after autograd has written `parameter.grad` or added to it."""
@@ -162,16 +154,16 @@ class WatchedGradients:
         self._order.pop(slot, None)
         self._order[slot] = None
         grad = parameter.grad
-        if grad is None or isinstance(grad, HeldGradient):  # added to where it is
+        if grad is None or isinstance(grad, HeldGradient):  # `add` has summed it where it is
             return
         if grad.layout != torch.strided:
             raise RuntimeError("exact AdamW takes no sparse gradients: use sparse=False")
         self._settle_block(block)
-        self._measured.pop(slot, None)
+        self._clipping.measured.pop(slot, None)
         leaves = self._leaves(block, grad)
         if block.sums and not leaves:
             _make_wide(grad)
-        if leaves or block.streams:  # a parameter on the host takes no GPU's tensor as its grad
+        if leaves or block.streams:  # torch refuses a GPU's tensor as grad of a CPU parameter
             held = Held(self, slot)
             _show(parameter, held, torch.float32 if block.sums else grad.dtype)
             grad = grad.to(self.device).contiguous()  # a loop may have moved the weight
@@ -184,28 +176,29 @@ class WatchedGradients:
 
     def _settle_block(self, block: Block) -> None:
         """Ends the updates that still read the block's gradients."""
-        if block.update is not None:  # a loop whose forward went past the block's modules
+        if block.update is not None:  # the loop's forward did not call the block's modules
             self._stream.flush()
         self._stream.wait(block)
 
     # --- on the host ---------------------------------------------------------------------------
 
     def _leaves(self, block: Block, grad: Tensor) -> bool:
+        """Whether a gradient is copied to its block's room on the host."""
         room = block.host_grad
         fits = room is not None and (room.dtype in (torch.float32, grad.dtype))
         return fits and block.has_room()
 
     def _send(self, held: Held, grad: Tensor) -> None:
-        """Copies a gradient to its room on the host, whatever is there."""
+        """Copies a gradient to its room on the host, over what is there."""
         block, i = held.slot
         room = block.host_grad
         assert room is not None
         earlier = block.waiting(i)
-        if earlier is not None and earlier is not held:  # which somebody has kept
+        if earlier is not None and earlier is not held:  # other code has kept it: bring it up first
             earlier.here, earlier.factor = self.whole(earlier, self.device), None
         grad = grad.to(self.device)
         grad = grad.to(room.dtype)
-        held.squares = square_sums(grad, self._chunk)
+        held.squares = square_sums(grad, self._clipping.chunk)
         with annotate("gradient out"), self._stream.down.after(self._stream.compute.mark()):
             room[block.ranges[i]].copy_(grad.view(-1), non_blocking=True)
         held.here, held.factor = None, None
@@ -213,8 +206,10 @@ class WatchedGradients:
         self._hold(grad)
 
     def _hold(self, grad: Tensor) -> None:
-        """Keeps a gradient alive until it has left."""
+        """Keeps a gradient alive until its copy has ended."""
         self._leaving.append((self._stream.down.mark(), grad.nbytes, grad))
+        # Backward waits for the oldest copies: queued behind a slow link, they would hold memory
+        # that the next layer needs.
         while sum(nbytes for _, nbytes, _ in self._leaving) > IN_FLIGHT_BYTES:
             self._stream.compute.wait(self._leaving.popleft()[0])
 
@@ -235,17 +230,18 @@ class WatchedGradients:
         held.here, held.factor = total.add_(grad.to(total.device)), None
 
     def _add_on_host(self, held: Held, grad: Tensor) -> None:
+        """Adds a gradient to an fp32 sum in the block's room on the host, piece by piece."""
         block, i = held.slot
         assert block.host_grad is not None
         stream, factor = self._stream, held.factor
         begin = stream.compute.mark()
         assert held.squares is not None
-        sums = held.squares.split(stream.piece // self._chunk)
+        sums = held.squares.split(stream.piece // self._clipping.chunk)
         with annotate("gradient out"):
             for n, piece in enumerate(block.pieces(i, stream.piece)):
                 home, slot = block.host_grad[piece], stream.next_slot()
                 total = slot.part(3, home)
-                # What is added to may still be on its way down.
+                # The sum so far may still be on its way down, from `_send` of the first batch.
                 with stream.up.after(begin, slot.free, stream.down.mark()):
                     total.copy_(home, non_blocking=True)
                     arrived = stream.up.mark()
@@ -253,7 +249,7 @@ class WatchedGradients:
                     if factor is not None:
                         total.mul_(factor)
                     total.add_(block.grad_at(i, piece, grad))
-                    sums[n].copy_(square_sums(total, self._chunk))
+                    sums[n].copy_(square_sums(total, self._clipping.chunk))
                     added = stream.update.mark()
                 with stream.down.after(added):
                     home.copy_(total, non_blocking=True)
@@ -264,8 +260,8 @@ class WatchedGradients:
             self._hold(factor)
 
     def whole(self, held: Held, device: torch.device) -> Tensor:
-        """Returns a held gradient in its parameter's shape: `here` itself if that is as it should
-        be or somebody has views of it, else a copy on a device."""
+        """Returns a held gradient in its parameter's shape: `here` itself if it is on the device
+        and has no factor, or if other code has views of it; otherwise a copy on the device."""
         block, i = held.slot
         self._settle_block(block)
         if held.here is not None:
@@ -273,7 +269,7 @@ class WatchedGradients:
         else:
             assert block.host_grad is not None
             self._stream.compute.wait(self._stream.down.mark())
-            if device.type == "cpu":  # also what others copied there: a GradScaler copies its scale
+            if device.type == "cpu":  # the process reads it next; a GradScaler has copied its scale
                 self._stream.compute.synchronize()
             room = block.host_grad[block.ranges[i]].view(block.parameters[i].shape)
             grad = room.to(device, copy=True)
@@ -287,7 +283,7 @@ class WatchedGradients:
             held.here, held.factor = grad, None
 
     def keep(self, held: Held, grad: Tensor) -> None:
-        """Keeps what `whole` returned where it is, since others have views of it."""
+        """Keeps the tensor that `whole` returned where it is, since other code has views of it."""
         if held.here is None and grad.nbytes >= LARGE_BYTES and not self._said_large:
             self._said_large = True
             print_rank0(
@@ -297,7 +293,8 @@ class WatchedGradients:
         held.here, held.factor = grad, None
 
     def put(self, held: Held, grad: Tensor) -> None:
-        """Makes somebody's own tensor the values of a held gradient (`parameter.grad.data = x`)."""
+        """Makes a tensor of other code the values of a held gradient (`parameter.grad.data =
+        x`)."""
         block, i = held.slot
         self._settle_block(block)
         if grad.shape != block.parameters[i].shape or not grad.is_floating_point():
@@ -308,7 +305,8 @@ class WatchedGradients:
         held.here, held.factor = grad.detach(), None
 
     def multiply(self, held: Held, factor: Any) -> None:
-        """Has the update multiply a held gradient by a factor."""
+        """Has the update multiply a held gradient by a factor; a gradient of which other code has
+        views is multiplied at once."""
         self._settle_block(held.slot[0])
         factor = torch.as_tensor(factor, dtype=torch.float32).to(self.device)
         if held.here is not None and self._is_seen(held.here, 1):
@@ -319,7 +317,8 @@ class WatchedGradients:
     # --- over processes ------------------------------------------------------------------------
 
     def _reduce(self, slot: Slot, grad: Tensor) -> None:
-        if not self._reducing:  # what is on its way when backward ends arrives then
+        """Starts the sum of a gradient over all processes."""
+        if not self._reducing:  # autograd calls `settle` when backward ends
             torch.autograd.Variable._execution_engine.queue_callback(self.settle)  # type: ignore
         total = grad.float()
         self._reducing.append((slot, total, dist.all_reduce(total, async_op=True)))
@@ -327,6 +326,7 @@ class WatchedGradients:
             self._end_reduce()
 
     def _end_reduce(self) -> None:
+        """Waits for the oldest sum over processes and writes the mean into its gradient."""
         (block, i), total, work = self._reducing.popleft()
         work.wait()
         grad = block.parameters[i].grad
@@ -337,7 +337,7 @@ class WatchedGradients:
     # --- to the update -------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Waits until all that backward delivered has arrived."""
+        """Has the computation wait until all that backward delivered has arrived."""
         while self._reducing:
             self._end_reduce()
         self._stream.compute.wait(self._stream.update.mark())
@@ -345,78 +345,27 @@ class WatchedGradients:
     def norm(self) -> Tensor:
         """Returns the norm of all gradients, fp32, ()."""
         self.settle()
-        present = [*self._present()]
-        here = {slot: grad for slot, grad in present if not isinstance(grad, HeldGradient)}
-        squares = self._measure(here)
-        whole = all(self.factor(slot, grad) is None for slot, grad in here.items())
-        if whole and len(here) == len(present):
-            return _total([squares])
-        return _total([self._squares_of(slot, grad) for slot, grad in present])
+        return self._clipping.norm(dict(self._present()))
 
     def norm_of(self, held: Held) -> Tensor:
         """Returns the norm of a held gradient, fp32, ()."""
         self.settle()
-        return _total([self.squares_of(held)])
-
-    def _measure(self, grads: Mapping[Slot, Tensor]) -> Tensor:
-        """Measures gradients that are not held, and returns the sums of their squares, fp32."""
-        if not grads:
-            return torch.zeros(0, device=self.device)
-        here = [grad.to(self.device).contiguous() for grad in grads.values()]
-        sums, starts = many_square_sums(here, self._chunk)
-        for slot, start, stop in zip(grads, starts, starts[1:], strict=False):
-            self._measured[slot] = sums, start, stop
-        return sums
-
-    def _squares_of(self, slot: Slot, grad: Tensor) -> Tensor:
-        """Returns the sums of a gradient's squares; one that is not held has been measured."""
-        if isinstance(grad, HeldGradient):
-            return grad.held.gradients.squares_of(grad.held)
-        sums, start, stop = self._measured[slot]
-        return _scaled(sums[start:stop], self.factor(slot, grad))
+        return norm_from([self.squares_of(held)])
 
     def squares_of(self, held: Held) -> Tensor:
-        """Returns the sums of a held gradient's squares."""
-        if held.here is not None:
-            held.squares = square_sums(held.here.to(self.device).contiguous(), self._chunk)
-        assert held.squares is not None
-        return _scaled(held.squares, held.factor)
+        """Returns the square sums of a held gradient."""
+        return self._clipping.squares_of_held(held)
 
     def clip(self, max_norm: float | None) -> Tensor:
         """Returns the norm of all gradients, fp32, (), and scales them down to `max_norm`. Those in
-        16 bits are scaled when the update reads them, so that nothing is rounded, unless somebody
+        16 bits are scaled when the update reads them, so that nothing is rounded, unless other code
         has views of them."""
         norm = self.norm()
         if not max_norm:
             return norm
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_
-        at_once: dict[torch.device, list[Tensor]] = {}
-        for slot, grad in self._present():
-            if isinstance(grad, HeldGradient):
-                grad.held.gradients.multiply(grad.held, factor)
-            elif grad.dtype == torch.float32 or self._is_seen(grad, 2):
-                at_once.setdefault(grad.device, []).append(grad)
-            else:
-                earlier = self.factor(slot, grad)
-                total = factor if earlier is None else earlier * factor
-                self._clipped[slot] = weakref.ref(grad), grad._version, total
-        for device, grads in at_once.items():
-            torch._foreach_mul_(grads, factor.to(device))
+        self._clipping.scale(dict(self._present()), factor, lambda grad: self._is_seen(grad, 2))
         return norm
-
-    def factor(self, slot: Slot, grad: Tensor) -> Tensor | None:
-        """Returns the factor that `clip` remembers of a gradient that is not held, fp32, ()."""
-        reference, version, factor = self._clipped.get(slot, (None, 0, None))
-        if reference is None or reference() is not grad:
-            return None
-        if grad._version != version:
-            del self._clipped[slot]
-            if not grad.any():  # zero_grad(set_to_none=False)
-                return None
-            raise RuntimeError(
-                "a gradient was changed after optimizer.clip: change gradients first, clip last"
-            )
-        return factor
 
     def broken(self) -> Slot | None:
         """Returns the slot of the first gradient that is not finite, in the order of backward."""
@@ -424,20 +373,9 @@ class WatchedGradients:
         for slot in self._order:
             if (grad := present.get(slot)) is None:
                 continue
-            if not self._last_squares(slot, grad).isfinite().all():
+            if not self._clipping.last_squares(slot, grad).isfinite().all():
                 return slot
         return None
-
-    def _last_squares(self, slot: Slot, grad: Tensor) -> Tensor:
-        """Returns the square sums of the last time a gradient was measured, which was before `clip`
-        scaled it by what may be NaN."""
-        if isinstance(grad, HeldGradient):
-            held = grad.held
-            return held.gradients.squares_of(held) if held.squares is None else held.squares
-        if slot not in self._measured:
-            self._measure({slot: grad})
-        sums, start, stop = self._measured[slot]
-        return sums[start:stop]
 
     def tensors(self) -> list[Tensor]:
         """Returns the gradients on the GPU that are in no `parameter.grad`."""
@@ -447,7 +385,7 @@ class WatchedGradients:
 
     def take(self, slot: Slot) -> tuple[Tensor | None, Tensor | None]:
         """Returns a gradient for its update, contiguous, or None if it is in its room on the host;
-        and the factor by which the update multiplies it, fp32, (); None is 1."""
+        and the factor by which the update multiplies it, fp32, (), or None for 1."""
         parameter = slot[0].parameters[slot[1]]
         grad = parameter.grad
         assert grad is not None
@@ -458,9 +396,9 @@ class WatchedGradients:
                 return None, held.factor
             if held.slot == slot and held.here is not None:
                 return held.here.contiguous(), held.factor
-            grad = held.whole(self.device)  # that of another parameter
+            grad = held.whole(self.device)  # the loop assigned another parameter's gradient
         else:
-            factor = self.factor(slot, grad)
+            factor = self._clipping.factor(slot, grad)
         if grad.shape != parameter.shape or grad.layout != torch.strided:
             raise RuntimeError(
                 f"a gradient of {tuple(grad.shape)} ({grad.layout}) is not that of a parameter of "
@@ -472,38 +410,29 @@ class WatchedGradients:
             return (grad if grad.dtype in _FLOATS else grad.float()).contiguous(), factor
 
     def end(self) -> None:
-        """Ends the step: all gradients have been given to the update, and none is on its way."""
+        """Ends the step: all gradients were given to the update, and none is on its way to the
+        host."""
         self._stream.compute.wait(self._stream.down.mark())
         self._leaving.clear()
 
 
 def _here(grad: Tensor) -> tuple[Tensor, int] | None:
-    """Returns the gradient's tensor on the GPU, if there is one, and its holders (aliases.py)."""
+    """Returns the gradient's tensor on the GPU, if there is one, and its holders (`is_seen`)."""
     if not isinstance(grad, HeldGradient):
         return grad, 2  # `parameter.grad` and its Python object
     return None if grad.held.here is None else (grad.held.here, 1)
 
 
 def _show(parameter: nn.Parameter, held: Held, dtype: torch.dtype) -> None:
-    """Makes a held gradient the parameter's, wherever that is now."""
+    """Makes a held gradient the `grad` of its parameter, wherever the parameter is now."""
     with unguarded():
         parameter.grad = HeldGradient(parameter, held, dtype)
 
 
 def _make_wide(grad: Tensor) -> None:
-    """Gives a gradient fp32 values; whoever holds the tensor sees it."""
+    """Gives a gradient fp32 values in place: every holder of the tensor sees them."""
     with unguarded():
         grad.data = grad.float()
-
-
-def _scaled(squares: Tensor, factor: Tensor | None) -> Tensor:
-    """Returns the square sums of a gradient times a factor."""
-    return squares if factor is None else squares.double() * factor.double().square()
-
-
-def _total(squares: list[Tensor]) -> Tensor:
-    """Returns the norm, fp32, (), of all whose square sums these are."""
-    return torch.cat(squares).double().sum().sqrt().float()
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -1,17 +1,21 @@
-"""Tensors whose values are on their way: whoever touches one waits until they are there.
+"""Guards tensors whose values are on their way: an operation on one first waits for the values.
 
 A lazy update (optimizer.py) has not reached its weights yet, and weights that live on the host may
 have a copy on the GPU that is dropped after use. A forward knows this and waits block by block.
-Others do not: a moving average, best weights that are loaded back, `torch.save(model)`, a loop that
-reads `parameter.data`. So for that time the tensor is of a subclass, and any operation on it in
-Python first ends what is outstanding, except for a look at its shape and the like.
-It costs an assignment when it begins and one when it ends, and nothing in between.
+Other code does not: a moving average, best weights that are loaded back, `torch.save(model)`, a
+loop that reads `parameter.data`. So meanwhile the tensor is of a subclass, and any operation on it
+in Python first ends what is outstanding, except for a look at its shape and the like. This costs an
+assignment when it begins and one when it ends, and nothing in between.
+
+Views, numpy arrays and DLPack share a tensor's memory without its guard. So code that postpones an
+update or moves values asks `is_seen` first.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +23,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 Settle = Callable[[], None]
-"""Ends what is outstanding, and releases what is guarded."""
+"""Ends what is outstanding, and releases the guarded tensors."""
 _settle: dict[int, Settle] = {}
-"""The function of each guarded tensor, by the tensor's id. Its own dictionary would be saved."""
+"""Maps ids of guarded tensors to their function. A tensor's own dictionary would be saved with
+it."""
 _METADATA = frozenset(
     """
     shape dtype device layout ndim requires_grad is_leaf grad grad_fn grad_dtype retains_grad
@@ -32,11 +37,11 @@ _METADATA = frozenset(
     requires_grad_ register_hook register_post_accumulate_grad_hook
     """.split()
 )
-"""Attributes and methods that read and write no value of the tensor."""
+"""Attributes and methods that read and write no value of a tensor."""
 
 
 class Guarded:
-    """What the guarded kinds of tensors have in common."""
+    """The base of guarded tensors."""
 
     __slots__ = ()
 
@@ -73,8 +78,8 @@ _GUARDED = {plain: guarded for guarded, plain in _PLAIN.items()}
 
 
 def guard(x: Tensor, settle: Settle) -> None:
-    """Has `settle` called before anything is done with the tensor. Tensors of other classes (such
-    as quantised weights) are left alone."""
+    """Has `settle` called before any operation on the tensor. Tensors of other classes (such as
+    quantised weights) are left alone."""
     kind = type(x)
     if kind in _GUARDED:
         x.__class__ = _GUARDED[kind]  # type: ignore[assignment]
@@ -83,7 +88,7 @@ def guard(x: Tensor, settle: Settle) -> None:
 
 
 def release(x: Tensor) -> None:
-    """Ends a guard, if there is one."""
+    """Ends the tensor's guard, if it has one."""
     kind = type(x)
     if kind in _PLAIN:
         x.__class__ = _PLAIN[kind]  # type: ignore[assignment]
@@ -91,24 +96,62 @@ def release(x: Tensor) -> None:
 
 
 def settle(x: Tensor) -> None:
-    """Ends what is outstanding when somebody touches a guarded tensor."""
+    """Ends what is outstanding before an operation on a guarded tensor."""
     if waits := _settle.get(id(x)):
         waits()
     release(x)
 
 
 def unguarded() -> Any:
-    """A context in which guarded tensors are ordinary ones, for the code that moves them."""
+    """Returns a context in which guarded tensors are ordinary ones, for the code that moves
+    them."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def _gives_a_gradient(func: Any, args: Sequence[Any]) -> bool:
-    """Whether somebody assigns `parameter.grad`, which has to lie where the parameter's home is."""
+    """Whether the function assigns a tensor to `parameter.grad`, which has to lie on the device of
+    the parameter's home."""
     return getattr(func, "__name__", "") == "__set__" and isinstance(args[1], Tensor)
 
 
 def _name(func: Any) -> str:
     name: str = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__"):  # of an attribute, which the descriptor names
+    if name in ("__get__", "__set__"):  # the descriptor has the name of the attribute
         name = getattr(getattr(func, "__self__", None), "__name__", "")
     return name
+
+
+# --- who else sees a tensor's memory -------------------------------------------------------------
+
+
+def share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have the same storage."""
+    if x.layout != torch.strided or y.layout != torch.strided:
+        return False
+    return _storage(x) == _storage(y)
+
+
+def is_seen(x: Tensor, holders: int = 1, *, owners: int = 1) -> bool:
+    """Whether other code sees the memory of a tensor. `holders` is the number of references in C++
+    that are known, with that of its Python object; `owners` that of tensors which rightly share its
+    storage."""
+    return x._use_count() > holders or sharers(x) > owners  # type: ignore[attr-defined]
+
+
+def any_is_seen(tensors: Iterable[tuple[Tensor, int]], beside: Iterable[Tensor] = ()) -> bool:
+    """Whether other code sees any of (tensor, holders). They may share storages with each other and
+    with the tensors `beside`."""
+    tensors = [(x, holders) for x, holders in tensors if x.layout == torch.strided]
+    owners = Counter(_storage(x) for x in [*(x for x, _ in tensors), *beside])
+    return any(is_seen(x, holders, owners=owners[_storage(x)]) for x, holders in tensors)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def sharers(x: Tensor) -> int:
+    """Returns the number of tensors that share the storage."""
+    storage = x.untyped_storage()  # this object counts, too
+    count: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    return count - 1

@@ -1,7 +1,7 @@
-"""A gradient that is not where its parameter is, as `parameter.grad`.
+"""Tensors that stand in `parameter.grad` for gradients whose values wait on the host.
 
-A gradient that waits in host memory has no tensor on the GPU. A `HeldGradient` stands for it in
-`parameter.grad`: a tensor without storage that behaves as the gradient does.
+Such a gradient has no tensor on the GPU. A `HeldGradient` is a tensor without storage that behaves
+as the gradient does:
 
     the next backward adds to it      the sum is made where the gradient is, piece by piece
     its norm                          is known: it was measured before the gradient left
@@ -9,13 +9,12 @@ A gradient that waits in host memory has no tensor on the GPU. A `HeldGradient` 
     an operation that makes a view    brings the gradient to its parameter, where it stays
     any other operation               runs on a copy there; what it changes goes back
 
-So clipping by torch, accelerate or Trainer, a GradScaler, logging, and both kinds of zero_grad do
-with it what they do with any gradient. Only the operations of the last two lines move it. A view is
-whatever shares memory with the gradient: rows, numpy arrays, DLPack, storages. From the first one
-on, all operations run in place on the tensor that the view shows. `parameter.grad = None` forgets
-the gradient.
+So clipping by torch, accelerate or Trainer, a GradScaler, logging, and both kinds of zero_grad work
+as with any gradient. Only the operations of the last two lines move it. A view is anything that
+shares memory with the gradient: rows, numpy arrays, DLPack, storages. From the first view on, all
+operations run in place on the tensor that it shows. `parameter.grad = None` drops the gradient.
 
-As torch wants it, the gradient's device is the parameter's at any time: the host for weights that
+torch requires that the gradient's device is the parameter's at any time: the host for weights that
 wait there, but the GPU while their block computes. An operation with other tensors that are on the
 GPU runs there.
 """
@@ -31,8 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from longctx.memory.aliases import share_memory
-from longctx.memory.guard import settle, unguarded
+from longctx.memory.guard import settle, share_memory, unguarded
 
 aten, device_of = torch.ops.aten, torch.ops.prim.device.default
 
@@ -61,7 +59,7 @@ class Holder(Protocol):
 
 
 class Held:
-    """The values of a held gradient. The tensors that stand for it (`parameter.grad`, its `detach`)
+    """The values of a held gradient. All tensors that stand for it (`parameter.grad`, its `detach`)
     share them."""
 
     def __init__(self, gradients: Holder, slot: Any) -> None:
@@ -71,12 +69,12 @@ class Held:
         self.here: Tensor | None = None
         """The values, on the GPU or the host; None if they are in the block's room on the host."""
         self.factor: Tensor | None = None
-        """The factor by which the values are multiplied, fp32, (), on the GPU; None is 1. It is
-        None while anybody has views of `here`."""
+        """The factor by which the update multiplies the values, fp32, (), on the GPU; None is 1. It
+        is None while other code has views of `here`."""
         self.squares: Tensor | None = None
-        """The square sum of each chunk when it was last measured, without the factor."""
+        """The square sum of each chunk, as last measured, without the factor."""
         self.exposed: Tensor | None = None
-        """A view of `here` in the name of somebody who has its address."""
+        """A view of `here` that stands for code which has its address: `is_seen` counts it."""
 
     @property
     def gradients(self) -> Holder:
@@ -87,33 +85,33 @@ class Held:
 
     @property
     def device(self) -> torch.device:
-        """The device on which others see the gradient: its parameter's now."""
+        """The device on which other code sees the gradient: that of its parameter now."""
         block, i = self.slot
         with unguarded():
             found: torch.device = block.parameters[i].device
             return found
 
     def settle(self) -> None:
-        """Sends the parameter home, as whoever touches the parameter does (guard.py)."""
+        """Sends the parameter to its home, as any operation on the parameter does (guard.py)."""
         block, i = self.slot
         settle(block.parameters[i])
 
     def whole(self, device: torch.device | None = None) -> Tensor:
-        """Returns the gradient in its parameter's shape and, by default, where that is: `here`
-        itself, or a copy."""
+        """Returns the gradient in its parameter's shape, by default on its parameter's device:
+        `here` itself, or a copy."""
         self.settle()
         return self.gradients.whole(self, device or self.device)
 
     def show(self) -> Tensor:
-        """Brings the gradient to its parameter, where it stays, and returns the tensor there."""
+        """Brings the gradient to its parameter's device, where it stays, and returns the tensor."""
         whole = self.whole()
         self.gradients.keep(self, whole)
         return whole
 
 
 class HeldGradient(Tensor):
-    """Stands for a gradient whose values live elsewhere. They have fp32 where more batches were
-    added than were planned for."""
+    """Stands for a gradient whose values live elsewhere. The values are fp32 if more batches were
+    added than planned."""
 
     held: Held
 
@@ -122,7 +120,7 @@ class HeldGradient(Tensor):
         self: HeldGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, like.shape, dtype=dtype or like.dtype, device=held.device, dispatch_device=True
         )
-        # Code in C++ that asks for the address gets an error, instead of ending the process.
+        # Code in C++ that asks for the address gets an error instead of a segmentation fault.
         torch._C._set_throw_on_mutable_data_ptr(self)  # type: ignore[attr-defined]
         return self
 
@@ -171,7 +169,7 @@ class HeldGradient(Tensor):
         return self.held.show().numpy(force=force)
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        # A tensor of its own, whose storage tells that somebody has it (aliases.py).
+        # A detached tensor keeps the storage in use as long as the consumer has it (`is_seen`).
         return self.held.show().detach().__dlpack__(*args, **kwargs)
 
     def __dlpack_device__(self) -> Any:
@@ -191,7 +189,7 @@ class HeldGradient(Tensor):
         return self._exposed()._typed_storage()
 
     def _exposed(self) -> Tensor:
-        """Returns the tensor with the values to somebody whose hold on it cannot be counted."""
+        """Returns the tensor with the values to code whose hold on it cannot be counted."""
         shown = self.held.show()
         self.held.exposed = shown.detach()
         return shown
@@ -216,8 +214,8 @@ class HeldGradient(Tensor):
 
 
 def _on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs an operation on the values of gradients, and takes back what it changed. Values that its
-    results share memory with stay where they are then."""
+    """Runs an operation on the values of gradients, and takes back what it changed. Values that
+    share memory with a result then stay where they are."""
     if torch.Tag.inplace_view in func.tags:
         raise RuntimeError(
             f"{func.__name__.split('.')[0]} would change the shape or memory of a gradient that "
@@ -246,9 +244,9 @@ def _on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device | None:
-    """Returns where an operation runs: on the GPU if it has other tensors there beside gradients,
-    else where the first gradient is. None if it has none that is held, as one of a list of which
-    others are."""
+    """Returns where an operation runs: on the GPU if other operands are there, else where the first
+    gradient is. None without a held gradient, as for one tensor of a list in which others are
+    held."""
     tensors = [x for x in tree_leaves((tuple(args), kwargs)) if isinstance(x, Tensor)]
     stands = [x.held for x in tensors if isinstance(x, HeldGradient)]
     others = [x.device for x in tensors if x.dim() and not isinstance(x, HeldGradient)]
@@ -261,7 +259,7 @@ def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device | None:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[HeldGradient]:
-    """The gradients that an operation writes, by itself or into `out`."""
+    """Yields the gradients that an operation writes, in place or as `out`."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -269,7 +267,8 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
 
 
 def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs an operation on a list of gradients, of which one at a time is whole."""
+    """Runs a foreach operation one gradient at a time, so that a single one is on the GPU as a
+    whole."""
     many, *rest = args
     found = []
     for i, given in enumerate(many):

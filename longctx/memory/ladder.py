@@ -1,7 +1,7 @@
-"""The search for the fastest step: what layers keep from forward to backward, where it waits, where
-states live, and how the work is cut.
+"""The search for the fastest step: which activations layers save and where, where states live, and
+how the work is cut.
 
-All candidates of a cut are counted at once (candidates.py): GPU memory at each moment, which
+All candidates of a cut are counted at once (counted.py): GPU memory at each moment, which
 cost/peak.py counts by name, host memory, and seconds, by the function that also predicts them
 (cost/seconds.py). Which candidates are scored does not depend on how much memory there is. So more
 memory never loses a candidate that fitted, and never makes a plan slower. Ladders in which some
@@ -35,7 +35,8 @@ from longctx.cost.seconds import (
 )
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import INPUT, Load, load
-from longctx.memory.candidates import Candidates, Counted, candidates, sets, sparse, usual
+from longctx.memory.candidates import Candidates, candidates, sets, sparse, usual
+from longctx.memory.counted import Counted
 from longctx.memory.levels import Levels
 from longctx.memory.place import Place
 from longctx.settings import Keeping, Offload
@@ -53,22 +54,22 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """What layers keep, how the work on them is cut, and where states live."""
+    """The activations that layers save, how the work on them is cut, and where states live."""
 
     ladder: Ladder
     sizes: Sizes
-    """The sizes, with the cut."""
+    """The sizes of the model, with the cut."""
     places: list[Place]
     traffic: Traffic
     needed: Budget
     """The largest bytes of a step. If they exceed the budget, nothing fits, and this choice lacks
-    least."""
+    the fewest."""
     seconds: float
     """The seconds of a step."""
     graph_bytes: int = 0
-    """Bytes among those needed that CUDA graphs take; 0: layers run eagerly."""
+    """Bytes of `needed` that CUDA graphs take; 0: layers run eagerly."""
     no_graphs: str = ""
-    """Why layers run eagerly although CUDA graphs were asked for."""
+    """Says why layers run eagerly although CUDA graphs were asked for; otherwise empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +84,15 @@ class Step:
     offload: Offload = "auto"
     exchanges: tuple[Exchanged, ...] = ()
     given: tuple[Ladder, Sizes] | None = None
-    """The ladder and the sizes with their cut, if they are already decided."""
+    """The ladder and the sizes with their cut, if they were decided before."""
     graphs: bool = False
     """Whether layers run as CUDA graphs if nothing of them waits on the host."""
     recorded: bool = False
-    """Whether they do."""
+    """Whether the search is for layers that run as CUDA graphs."""
     again: bool = False
     """Whether layers can run forward again in backward, so that not each must keep its input."""
     beside_bytes: int = 0
-    """Bytes of the GPU that are not the language model's while it computes: those of images."""
+    """Bytes of the GPU that images take while the language model computes."""
 
 
 class Score(NamedTuple):
@@ -100,16 +101,17 @@ class Score(NamedTuple):
     missing_bytes: int
     """Bytes that the GPU and the host lack."""
     displayed_s: float = math.inf
+    """The seconds of a step, rounded to three digits."""
     host_bytes: int = 0
     kept_bytes: int = 0
-    """Bytes of the GPU that are kept for backward."""
+    """GPU bytes that are kept for backward."""
     seconds: float = math.inf
 
 
 def choose(step: Step, levels: Sequence[Levels], budget: Budget) -> Chosen:
     """Returns the fastest candidate that fits, by seconds to three digits, and among equals the one
     with the fewest bytes on the host, then the one that keeps the fewest on the GPU. If none fits,
-    returns the one that lacks least."""
+    returns the one that lacks the fewest bytes."""
     eager = _choose(step, levels, budget)
     if not step.graphs:
         return eager
@@ -125,9 +127,9 @@ def choose(step: Step, levels: Sequence[Levels], budget: Budget) -> Chosen:
 
 
 DROPS = "dropout of adapters draws another mask in each pass"
-"""Why layers with such adapters have no graphs."""
+"""Why layers with adapters that have dropout cannot run as CUDA graphs."""
 MIXES = "layers with mixers run modules of Hugging Face's"
-"""Why such layers have none."""
+"""Why layers with mixers cannot run as CUDA graphs."""
 
 
 def _why_not_recorded(step: Step, levels: Sequence[Levels]) -> str | None:
@@ -142,11 +144,11 @@ def _why_not_recorded(step: Step, levels: Sequence[Levels]) -> str | None:
 
 
 Best = tuple[Score, Chosen | None]
-"""The best so far; None before the first."""
+"""The best score and choice so far; no choice before the first."""
 
 
 def _choose(step: Step, levels: Sequence[Levels], whole: Budget) -> Chosen:
-    """Returns the best choice where layers run eagerly, or are recorded as CUDA graphs."""
+    """Returns the best choice for layers that run eagerly, or as CUDA graphs."""
     every = [step.count(sizes, step.batch) for sizes in _cuts(step)]
     best: Best = Score(sys.maxsize), None
     for tables in every:
@@ -157,7 +159,7 @@ def _choose(step: Step, levels: Sequence[Levels], whole: Budget) -> Chosen:
         if able := _worth_sparing(step, tables, levels, whole, best[0]):
             counted = Counted(_sparse(step, tables), tables)
             found = _better(step, counted, able, whole, best)
-            # Layers that run forward again must spare time or bytes that lack: nothing else.
+            # Layers run forward again only for fewer seconds or missing bytes, not to break a tie.
             best = found if found[0][:2] < best[0][:2] else best
     assert best[1] is not None
     return best[1]
@@ -187,20 +189,20 @@ def _better(
 
 
 def gaps(step: Step) -> int:
-    """Returns the bytes that torch's allocator has reserved at the peak and nobody can use."""
+    """Returns the bytes that torch's allocator has reserved at the peak but cannot hand out."""
     custom = step.sizes.class_type == "custom"
     return int(GAPS * step.sizes.unit(step.batch.tokens)) if custom else 0
 
 
 LEAST = 256
-"""If no candidate can fit, so many of those that lack least are scored."""
+"""If no candidate can fit, this many of those that lack the fewest bytes are scored."""
 
 
 def _worth_placing(
     step: Step, counted: Counted, placed: Levels, budget: Budget, best: Score
 ) -> Any:  # (N,)
-    """Returns which candidates may be better than the best so far: those that would lack no more
-    and take no longer if states needed no time."""
+    """Returns the candidates that may be better than the best so far: they lack no more bytes, and
+    would take no longer if copies of states took no time."""
     needed = counted.on_gpu + counted.loss_bytes + placed.least_bytes
     lacks = np.maximum(0, needed - budget.gpu)
     lacks += np.maximum(0, counted.hosted.nbytes - budget.host)
@@ -224,6 +226,8 @@ def _best(step: Step, counted: Counted, placed: Levels, budget: Budget) -> tuple
     step_s = _seconds(step, left, traffic).step
     shown = displayed(step_s)
     kept = counted.on_gpu[some]
+    # lexsort sorts by its last key first: displayed seconds, bytes on the host, bytes kept on the
+    # GPU, exact seconds.
     k = int(np.lexsort((step_s, kept, host[some], shown))[0])
     i = int(some[k])
     chosen = Chosen(
@@ -239,7 +243,7 @@ def _best(step: Step, counted: Counted, placed: Levels, budget: Budget) -> tuple
 
 
 def displayed(seconds: Any) -> Any:
-    """Rounds seconds to three digits, as they are shown. A smaller difference does not count."""
+    """Rounds seconds to three digits, as they are printed. A smaller difference does not count."""
     digits = np.floor(np.log10(seconds)) - 2
     return np.round(seconds / 10**digits) * 10**digits
 
@@ -269,13 +273,13 @@ def _candidates(step: Step, tables: Tables) -> Candidates:
 
 
 def _may_be_sparse(step: Step, tables: Tables) -> bool:
-    """Whether some layers may keep no input: if nothing else of any layer must be kept."""
+    """Whether some layers may keep no input: if no layer must keep anything else."""
     free = step.again and step.given is None and step.keep == "auto" and step.sizes.layers > 1
     return free and all(layer.always == {INPUT} for layer in tables.kinds)
 
 
 def _of_least_memory(step: Step, every: Sequence[Tables]) -> Iterable[Tables]:
-    """Yields the tables of the first cut, and of those that differ by fewer logits only."""
+    """Yields the tables of the first cut, and of those that differ from it by fewer logits only."""
     tokens = step.batch.tokens
     least = every[0].sizes.cut(tokens)[:2]
     return (tables for tables in every if tables.sizes.cut(tokens)[:2] == least)
@@ -288,9 +292,9 @@ def _sparse(step: Step, tables: Tables) -> Candidates:
 def _worth_sparing(
     step: Step, tables: Tables, levels: Sequence[Levels], whole: Budget, best: Score
 ) -> Sequence[Levels]:
-    """Returns the levels beside which a ladder where some layers keep no input could be better than
+    """Returns the levels with which a ladder where some layers keep no input could be better than
     the best so far. Such a ladder takes at least as much GPU memory as if no layer kept anything,
-    and as much time as if each kept what it usually does."""
+    and as much time as if each kept its usual set."""
     if best.missing_bytes:
         return levels
     each = zip(tables.kinds, usual(sets(tables.kinds, step.rates))[0], strict=True)
@@ -327,7 +331,7 @@ def _timed(step: Step, tables: Tables, again: Load, hosted: Hosted, traffic: Tra
 
 
 def host_bytes(step: Step, chosen: Chosen) -> int:
-    """Returns the bytes of the host that a choice's saved activations need."""
+    """Returns the host bytes of a choice's saved activations."""
     return sum(hosted_bytes(step.count(chosen.sizes, step.batch), chosen.ladder))
 
 

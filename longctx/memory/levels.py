@@ -7,8 +7,8 @@ level that fits is the fastest, and more memory never raises it. A third tier wo
 
 Bytes are those of whole blocks at each moment of a step; gradients come as saved activations go.
 place.PlacedStates counts the same bytes by name. Where the two differ, this count is the larger
-one: a tensor that leaves counts until it has left, and a gradient that waits for its update counts
-until the end of the forward that updates it. tests/memory/test_levels.py compares the two.
+one: a tensor that leaves counts until its copy has ended, and a gradient that waits for its update
+counts until the end of the forward that updates it. tests/memory/test_levels.py compares the two.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Activity:
 ORDERS = (("states", "grad", "weight"), ("states", "weight", "grad"))
 """The orders in which kinds of tensors leave the GPU. A byte of weights on the host is copied up
 twice and down once per step, a byte of gradients or states once each way. But gradients need no
-room if they come as saved activations go."""
+room if they are delivered as saved activations are freed."""
 
 
 class Levels:
-    """The levels at which a model's states may be placed, beside activations."""
+    """The levels at which a model's states may be placed."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class Levels:
         """`keeps_gradients` says that no gradient may leave, since several processes average them.
         `order` is the order in which kinds of tensors leave. With `embedding_first` the embedding's
         states, the largest, are the first states to leave instead of the last. With `tower_first`
-        the weights of what sees images are the first weights: they are copied up once, a layer's
-        twice, but no layer computes meanwhile."""
+        the weights of a vision tower are the first weights to leave: they are copied up once, a
+        layer's twice, but no layer computes meanwhile."""
         self.blocks, self.accumulates = blocks, accumulates
         self.layers = count_layers(blocks)
         forward = [*range(len(blocks))]
@@ -99,7 +99,7 @@ class Levels:
 
     @cached_property
     def resident(self) -> Levels:
-        """The one level where nothing leaves."""
+        """Levels with a single one, at which nothing leaves."""
         return Levels(self.blocks, "gpu", accumulates=self.accumulates)
 
     def places(self, level: int) -> list[Place]:
@@ -116,20 +116,20 @@ class Levels:
 
     @cached_property
     def _away(self) -> dict[str, Any]:
-        """For each kind, (levels, blocks): whether the block's tensor waits on the host."""
+        """Maps kinds to (levels, blocks): whether the block's tensor waits on the host."""
         away = {kind: np.zeros((len(self), len(self.blocks)), bool) for kind in KINDS}
         for level, (kind, i) in enumerate(self._leaving):
             away[kind][level + 1 :, i] = True
         return away
 
     def _left(self, kind: str) -> Any:  # (levels,)
-        """Returns the bytes of a kind that wait on the host."""
+        """Returns the bytes of a kind that wait on the host at each level."""
         return self._away[kind] @ self._bytes(kind)
 
     @cached_property
     def _windows(self) -> tuple[Any, Any]:  # (levels,) each
-        """Bytes of weights that are on their way: in the layers' forward, and in backward, where
-        only layers stream."""
+        """The bytes of weights on the GPU that live on the host: in the layers' forward, and in
+        backward, where only layers' weights move."""
         movable = np.array([block.movable and not block.sees for block in self.blocks], bool)
         of_layer = np.array([block.layer is not None for block in self.blocks], bool)
 
@@ -146,8 +146,9 @@ class Levels:
 
     @cached_property
     def _gradients(self) -> tuple[Any, Any, Any]:  # (layers + 2,) each
-        """Bytes of gradients by the moment at which they come: of those that cannot leave, of those
-        that can, and of those among the first that wait for an update in the next forward."""
+        """The bytes of gradients by the moment at which they are delivered: of those that cannot
+        leave, of those that can, and of those among the first that wait for an update in the next
+        forward."""
         stay, leave, wait = (np.zeros(self.layers + 2, np.int64) for _ in range(3))
         leaving = {i for kind, i in self._leaving if kind == "grad"}
         moving = {i for _, i in self._leaving}
@@ -158,8 +159,9 @@ class Levels:
         return stay, leave, wait
 
     def _above(self, gradients: Any) -> tuple[Any, Any]:
-        """Returns two arrays (layers,) from gradients by the moment at which they come: the bytes
-        that backward of layer i finds, and those of the last step that forward of layer i finds."""
+        """Returns two arrays (layers,) from gradients by the moment at which they are delivered:
+        the bytes that exist when backward reaches layer i, and those of the last step that exist
+        when forward reaches it."""
         after = np.cumsum(gradients[::-1])[::-1]
         tied = gradients[0] if self.blocks[0].tied else 0
         return np.append(after[2:], 0)[: self.layers] + tied, after[1 : self.layers + 1]
@@ -173,7 +175,7 @@ class Levels:
 
     def lowest(self, a: Activity, budget: int) -> tuple[Any, Any]:  # (C,), (C,)
         """Returns for each candidate the lowest level with which it fits, and the bytes that it
-        lacks with the last level if it fits with none."""
+        lacks at the last level if it fits with none."""
         stay, leave, wait = self._gradients
         none, all_here = np.zeros_like(stay), stay + leave
         always = LIBRARY_BYTES + sum(int(self._bytes(kind).sum()) for kind in ("weight", "states"))
@@ -187,6 +189,9 @@ class Levels:
         if self.first:
             return level, missing
         some, stop = np.flatnonzero(last <= 0), len(self) - 1
+        # The last kind to leave is the last part of the levels. Within a part the GPU's free memory
+        # grows with the level, so a search by bisection finds each candidate's first level that
+        # fits; those that would fit with the whole part on the GPU go on to the part before it.
         for kind in reversed(self._order):
             start = stop - sum(other == kind for other, _ in self._leaving)
             if kind == "grad":
@@ -209,8 +214,8 @@ class Levels:
 
     def _needs(self, a: Activity, here: Any, gone: Any, waiting: Any) -> tuple[Any, Any]:
         """Returns the bytes of activations, buffers and gradients: at the moments at which any
-        weights stream, and at those at which only layers' weights do. `gone` gradients leave one
-        moment after they came; `waiting` ones wait for an update in the next forward."""
+        weights may be moving, and at those at which only layers' may. `gone` gradients leave one
+        moment after they were delivered; `waiting` ones wait for an update in the next forward."""
         total = int(here.sum())
         if self.accumulates:
             forward = np.maximum(a.forward.max(axis=1), a.loss) + total
@@ -224,15 +229,15 @@ class Levels:
         return forward, np.maximum(backward, total - int(here[0]) + self._embedding_bytes(a))
 
     def _embedding_bytes(self, a: Activity) -> int:
-        """Returns the bytes while the embedding's gradient is made, wherever it goes then. A frozen
-        embedding has none."""
+        """Returns the bytes while the embedding's gradient is computed, whether it leaves later or
+        not. A frozen embedding has none."""
         first = self.blocks[0]
         return a.embedding + first.grad * (1 + first.tied) if first.grad else 0
 
     def _gradients_that_fit(self, a: Activity, some: Any, forward_room: Any, room: Any) -> Any:
         """Returns for `some` candidates how many of the gradients that may leave can stay: those of
-        the first blocks, as long as there is room at each moment from theirs on, in forward and in
-        backward."""
+        the first blocks, as long as there is room at each moment from their delivery on, in forward
+        and in backward."""
         stay, leave, wait = self._gradients
         order = [i for kind, i in reversed(self._leaving) if kind == "grad"]
         count, going = np.zeros(len(some), np.int64), np.ones(len(some), bool)
@@ -247,7 +252,7 @@ class Levels:
             leaving = np.minimum(IN_FLIGHT_BYTES, leave[2:])[: self.layers]
             backward = room - a.backward[some] - (new + leaving)
             forward = forward_room - a.forward[some] - old
-            left = np.full(len(some), forward_room - total)  # the update's
+            left = np.full(len(some), forward_room - total)  # at the update all exist
             if self.blocks[0].tied:
                 left = np.minimum(left, backward.min(axis=1))
         made = np.full(len(some), room - total + int(stay[0]) - self._embedding_bytes(a))
@@ -255,7 +260,7 @@ class Levels:
         for i in order:
             block = self.blocks[i]
             at = moment_of(block, self.blocks, self.layers)
-            if at:  # the embedding's own is there while it is made, wherever it goes
+            if at:  # the embedding's own gradient needs its room while it is computed in any case
                 left = np.minimum(left, made)
             for k, (room, end) in enumerate(((forward, at), (backward, at - 1))):
                 end = min(end, room.shape[1])
@@ -275,9 +280,9 @@ class Levels:
     def host_bytes(self, level: Any, below: Any) -> Any:  # (C,)
         """Returns the largest number of locked bytes (memory/settle.py): states, and the room that
         saved activations and layers' gradients share. `below` (C, layers + 1) are the bytes that
-        the layers below keep there."""
+        the layers below each layer keep there."""
         states, first = self._on_host
-        # A layer's gradient begins where its activations do, or where the one below ends.
+        # A layer's gradient begins where its activations do, or where the gradient below ends.
         grads = [whole_lines(b.grad) + LINE for b in self.blocks if b.layer is not None]
         above = np.cumsum(np.array([0, *reversed(grads)], np.int64))[::-1]  # (layers + 1,)
         ends = np.maximum.accumulate((below + above)[:, ::-1], axis=1)[:, ::-1]
@@ -286,7 +291,7 @@ class Levels:
 
     @cached_property
     def _on_host(self) -> tuple[Any, Any]:  # (levels,) each
-        """Locked bytes of states alone, and the first layer whose gradient shares its room with
+        """The locked bytes of states alone, and the first layer whose gradient shares its room with
         saved activations."""
         away = self._away
         moved = sum(away[kind] * self._bytes(kind) for kind in KINDS)
@@ -296,12 +301,14 @@ class Levels:
         sharing = away["grad"] & shares
         moved = moved - sharing * self._bytes("grad")
         some = np.logical_or.reduce([away[kind] for kind in KINDS])
+        # Up to five tensors of a block are rounded up, as in `HostRoom`: the run may need no byte
+        # more.
         states = (whole_lines(moved) + some * 4 * LINE).sum(axis=1)
         return states, self.layers - sharing.sum(axis=1)
 
     def traffic(self, level: Any, again: Any = None) -> Traffic:
         """Returns the copies of each candidate's level. `again` (C, layers) says which layers'
-        weights come up once more in backward; None: no layer's."""
+        weights are copied up once more in backward; None: those of no layer."""
         found = self._traffic
         backward = Copies(*(nbytes[level] for nbytes in found.backward))
         if again is not None:
@@ -335,8 +342,9 @@ class Levels:
 
 
 def pending_levels(layers: int, states: int, gradients: int, *, accumulates: bool) -> Levels:
-    """Returns the levels of weights and states that an engine or torch's optimizer holds: none of
-    them leaves, and the first step adds these bytes. Gradients come evenly."""
+    """Returns the levels of weights and states that an engine or torch's optimizer holds: nothing
+    leaves, and the first step allocates these bytes. Gradients are spread evenly over the
+    layers."""
     share = gradients // (layers + 1)
     one = BlockSizes(weight=0, states=0, grad=share, movable=False, fixed=True)
     blocks = [replace(one, states=states), *(replace(one, layer=i) for i in range(layers))]

@@ -1,9 +1,8 @@
 """The host memory that this process may still take: the machine's, within its container's limits.
 
 A container's limit is that of its cgroup, and the limits of all cgroups above it hold too. The page
-cache counts as free, since the kernel gives it back when it is needed, as in its own MemAvailable.
-cgroup v1 and v2:
-Linux, Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst.
+cache counts as free, as in the kernel's MemAvailable, since it is given back when needed. cgroup v1
+and v2: Linux, Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst.
 """
 
 from __future__ import annotations
@@ -24,21 +23,22 @@ PROC = Path("/proc/self")
 
 
 def available_host_bytes() -> int:
-    """Returns the bytes that can be taken without swapping and without being killed."""
+    """Returns the host bytes that can be taken without swapping and without being killed."""
     return max(0, min(psutil.virtual_memory().available, *_rooms(PROC)))
 
 
 def host_share_bytes() -> int:
-    """Returns the share of these bytes that each of a run's processes on this machine may take."""
+    """Returns the share of `available_host_bytes` that each of a run's processes on this machine
+    may take."""
     return available_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def held_host_bytes() -> int:
-    """Returns the bytes of the machine that this run's processes hold: their own and their shared
-    pages, each once, and what is page-locked by us or by CUDA's driver. The pages of mapped files
-    do not count, since the kernel drops them."""
+    """Returns the host bytes that this run's processes hold: private and shared pages, each once,
+    and memory that longctx or CUDA's driver has page-locked. The pages of mapped files do not
+    count, since the kernel drops them."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    first = psutil.Process(os.getppid() if ranks > 1 else os.getpid())  # who launched all ranks
+    first = psutil.Process(os.getppid() if ranks > 1 else os.getpid())  # the launcher of all ranks
     held = 0
     for process in [first, *first.children(recursive=True)]:
         kinds = dict(_sizes(Path(f"/proc/{process.pid}/smaps_rollup")))
@@ -47,7 +47,7 @@ def held_host_bytes() -> int:
 
 
 def own_bytes(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of tensors in host memory that are free once the tensors are gone. Those in
+    """Returns the bytes of host memory that are free once these tensors are dropped. Those in
     mapped files, as safetensors reads weights, count as free already."""
     held = [x for x in tensors if x.device.type == "cpu"]
     files = [area for area in _areas() if area.inode]
@@ -61,7 +61,8 @@ def own_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 class _Area(NamedTuple):
-    """Addresses of this process that one mapping has, and the file's inode; 0 without a file."""
+    """The addresses of one of this process's mappings, and the inode of its file; 0 without a
+    file."""
 
     start: int
     end: int
@@ -101,7 +102,7 @@ def host_budget(available: int, limit_gib: float | None) -> int:
 
 
 def _rooms(proc: Path) -> Iterator[int]:
-    """Yields what is left under each limit that holds for this process."""
+    """Yields the bytes that remain under each limit of this process."""
     yield psutil.virtual_memory().total
     for folder, mounted in _memory_cgroups(proc):
         for level in [folder, *folder.parents]:
@@ -132,7 +133,8 @@ def _memory_cgroups(proc: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def _room(cgroup: Path) -> Iterator[int]:
-    """Yields a cgroup's limit less what it uses and cannot give back, if it has a limit."""
+    """Yields a cgroup's limit less the memory that it uses and cannot give back, if it has a
+    limit."""
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory.high", "memory.current"),

@@ -4,14 +4,14 @@
     p = p - lr wd p - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
 
 AdamW: Loshchilov and Hutter 2019, arXiv 1711.05101. One step is that of torch's fp32 AdamW, for
-bf16 weights too: the remainder beside each holds the rest of its fp32 master (kernels/adamw.py).
-A loop may do to it whatever torch's AdamW allows; docs/states.md has a table of this.
+bf16 weights too: each has a remainder, the rest of its fp32 master (kernels/adamw.py). A loop may
+do with this optimizer what torch's AdamW allows; docs/states.md has a table of this.
 
-Updates are lazy, which nobody can see. `step` updates at once what lives on the GPU. What lives on
-the host is updated just before its block's next forward, while the blocks before it compute, with
-the learning rate, norm and gradients of the finished step. The values are those of an immediate
-update. `flush` ends what is outstanding. Whoever touches such a weight, gradient or state other
-than through a module's forward calls it without knowing (guard.py).
+Updates are lazy, which no other code can tell. `step` updates at once what lives on the GPU. What
+lives on the host is updated just before its block's next forward, while the blocks before it
+compute, with the learning rate, norm and gradients of the finished step. The values are those of an
+immediate update. `flush` ends what is outstanding; any access to such a weight, gradient or state
+other than through a module's forward calls it (guard.py).
 """
 
 from __future__ import annotations
@@ -19,44 +19,41 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from longctx.errors import UserError, print_rank0
-from longctx.kernels.adamw import Options, join_master, weight_checksums
+from longctx.errors import print_rank0
+from longctx.kernels.adamw import Options
 from longctx.kernels.adamw_many import Launch, adamw_many_, prepared_adamw
 from longctx.kernels.annotate import annotate
-from longctx.memory.by_parameter import StatesByParameter
-from longctx.memory.gradients import Slot, WatchedGradients
+from longctx.memory.by_parameter import HoldsStates, check_options
+from longctx.memory.gradients import WatchedGradients
 from longctx.memory.guard import unguarded
 from longctx.memory.place import Place
-from longctx.memory.states import Block, BlockSpec, Step
+from longctx.memory.states import Block, BlockSpec, Slot, Step
 from longctx.memory.stream import StateStream
-
-STATES = ("exp_avg", "exp_avg_sq", "remainder", "checksums")
-OPTIONS = ("lr", "betas", "eps", "weight_decay")
-
 
 Given = list[tuple[nn.Parameter, dict[str, Any]]]
 """The parameters with a gradient, each with its group."""
 
 
 class Prepared(NamedTuple):
-    """A step of parameters on the GPU that only has to be launched."""
+    """A step of parameters on the GPU that can be launched without further work on the host."""
 
     given: Given
     facts: list[Any]
+    """The state that the step depends on (`ExactAdamW._facts`): it is launched only if it is
+    unchanged."""
     places: list[Slot]
     launch: Launch
     holds: list[Any]
-    """The tensors that it reads."""
+    """The tensors that the step reads, which stay alive until it was launched."""
 
 
-class ExactAdamW(torch.optim.Optimizer):
+class ExactAdamW(HoldsStates):
     """A torch optimizer over the blocks of a model."""
 
     def __init__(
@@ -76,45 +73,30 @@ class ExactAdamW(torch.optim.Optimizer):
         Raises ValueError for a parameter that is frozen, for one in no block whose weights are not
         on the GPU, and for an option that is no number or out of its range.
         """
-        self.stream = stream
         self.gradients = WatchedGradients(stream, is_last=is_last)
-        self.counts: dict[nn.Parameter, Tensor] = {}
-        """The number of updates of each parameter, fp32, (), on the CPU, as torch's `step`: a view
-        of its block's."""
-        self._states = StatesByParameter(self)
         self._prepared: Prepared | None = None
         self._begun: Prepared | None = None
-        self._places = {
-            parameter: (block, i)
-            for block in stream.blocks
-            for i, parameter in enumerate(block.parameters[: len(block.ranges)])
-        }
         self._strangers: list[nn.Parameter] = []
         self._said_seen = False
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        _check_numbers(defaults)
-        super().__init__(params, defaults)
+        check_options(defaults)
+        super().__init__(params, defaults, stream)
         mine = {p for group in self.param_groups for p in group["params"]}
         blocks = (p for block in stream.blocks for p in block.parameters)
         self._strangers = [p for p in blocks if p not in mine and isinstance(p, nn.Parameter)]
 
-    @property
-    def steps(self) -> dict[nn.Parameter, int]:
-        """The number of updates of each parameter."""
-        return {parameter: int(count) for parameter, count in self.counts.items()}
-
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter is in one of its blocks, trained or not."""
+        """Whether the parameter, trained or not, is in a block of this optimizer."""
         return any(p is parameter for block in self.stream.blocks for p in block.parameters)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch's optimizers do. The states of a parameter that was frozen when
-        the model was placed, or that is new, are made on the GPU.
+        """Adds a group, as torch's optimizers do. The states of a parameter that is new, or that
+        was frozen when the model was placed, are made on the GPU.
 
         Raises ValueError for a parameter that is frozen, or whose weights wait on the host without
         states, and for options that exact AdamW does not have.
         """
-        _check_options(param_group)
+        check_options(param_group)
         given = param_group["params"]
         given = [given] if isinstance(given, Tensor) else list(given)
         tensors = [p[1] if isinstance(p, tuple) else p for p in given]  # (name, parameter)
@@ -128,6 +110,7 @@ class ExactAdamW(torch.optim.Optimizer):
         self._strangers = [p for p in self._strangers if all(p is not q for q in tensors)]
 
     def _check_new(self, parameter: Any) -> None:
+        """Raises ValueError for a parameter that cannot get states."""
         if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
             shape = tuple(getattr(parameter, "shape", ()))
             raise ValueError(
@@ -145,6 +128,7 @@ class ExactAdamW(torch.optim.Optimizer):
             raise ValueError(f"exact AdamW trains bfloat16 or float32, not {parameter.dtype}")
 
     def _add_block(self, parameter: nn.Parameter) -> None:
+        """Makes a block on the GPU for a parameter that has no states."""
         names = {p: n for b in self.stream.blocks for n, p in b.spec.parameters.items()}
         number = len(self.stream.blocks)
         name = names.get(parameter, f"added.{number}")
@@ -170,6 +154,7 @@ class ExactAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         begun, self._begun = self._begun, None
+        # `begin` has launched this step already.
         if begun is not None:
             self._count(begun.given, begun.places)
             self.gradients.end()
@@ -198,9 +183,9 @@ class ExactAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Does what the next step needs no new numbers for, while the GPU is still busy: if nothing
-        changes until then, the step has a kernel to launch. Does nothing where states wait on the
-        host."""
+        """Prepares the next step while the GPU is still busy: all that needs no new numbers. If
+        nothing changes until then, the step only launches a kernel. Does nothing where states wait
+        on the host."""
         self._prepared = None
         given = self._given()
         places = [self._checked_place(parameter) for parameter, _ in given]
@@ -214,10 +199,10 @@ class ExactAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def begin(self, guard: Tensor) -> None:  # () fp32
-        """Launches the next step while the host does not know yet whether its gradients are finite:
-        the GPU updates nothing unless `guard` is 0. `step` counts the update, and `zero_grad`
-        forgets it. The caller vouches that nobody touches a weight, gradient, state or option until
-        then. Does nothing where states wait on the host."""
+        """Launches the next step before the host knows whether its gradients are finite: the GPU
+        updates nothing unless `guard` is 0. `step` then counts the update, or `zero_grad` forgets
+        it. Until then the caller must keep weights, gradients, states and options from changing.
+        Does nothing where states wait on the host."""
         self._check_strangers()
         self.prepare()
         self._begun, self._prepared = self._prepared, None
@@ -227,7 +212,7 @@ class ExactAdamW(torch.optim.Optimizer):
 
     @property
     def can_begin(self) -> bool:
-        """Whether nobody asked to be called before or after its steps."""
+        """Whether no hook asks to be called before or after its steps."""
         before = (self._optimizer_step_pre_hooks, _global_optimizer_pre_hooks)
         after = (self._optimizer_step_post_hooks, _global_optimizer_post_hooks)
         return not any(before) and not any(after)
@@ -237,8 +222,8 @@ class ExactAdamW(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def _facts(self, given: Given) -> list[Any]:
-        """Returns all that a prepared step depends on: where weights and gradients are, whether
-        somebody has written these, the options of groups, and the counts of steps."""
+        """Returns all that a prepared step depends on: where weights and gradients are, the
+        versions of the gradients, the options of groups, and the counts of steps."""
         here = [
             (id(p), p.data_ptr(), id(g), g.data_ptr(), g._version)
             for p, _ in given
@@ -248,7 +233,7 @@ class ExactAdamW(torch.optim.Optimizer):
         return [here, groups, [block.counts.tolist() for block in self.stream.blocks]]
 
     def _end_seen_updates(self) -> None:
-        """Ends updates that others would see to be late."""
+        """Ends outstanding updates, since other code holds a view that would show they are late."""
         if not self._said_seen and any(b.update is not None for b in self.stream.blocks):
             self._said_seen = True
             print_rank0(
@@ -257,20 +242,9 @@ class ExactAdamW(torch.optim.Optimizer):
             )
         self.stream.flush()
 
-    def _place(self, parameter: nn.Parameter) -> Slot:
-        """Raises UserError for a parameter without states."""
-        if (place := self._places.get(parameter)) is not None:
-            return place
-        raise UserError(
-            f"exact AdamW has no states for a parameter of {tuple(parameter.shape)} in "
-            f"{parameter.dtype}: add it by optimizer.add_param_group. An engine that puts tensors "
-            "of its own into the groups, as DeepSpeed's ZeRO does, keeps fp32 masters itself: give "
-            "it torch.optim.AdamW"
-        )
-
     def _checked_place(self, parameter: nn.Parameter) -> Slot:
-        """Raises UserError for a parameter without states, and ValueError for one that has changed
-        since they were made."""
+        """Returns the parameter's block and its number there. Raises UserError for a parameter
+        without states, and ValueError for one that has changed since they were made."""
         block, i = place = self._place(parameter)
         if parameter.dtype is not block.dtypes[i] or parameter.numel() != block.numels[i]:
             raise ValueError(
@@ -281,8 +255,8 @@ class ExactAdamW(torch.optim.Optimizer):
         return place
 
     def _update(self, given: Given, places: Sequence[Slot]) -> None:
-        """Updates the parameters whose block is on the GPU, all at once, and notes the steps of the
-        others. Options are those that their groups have now."""
+        """Updates the parameters whose block is on the GPU, all in one launch, and notes the steps
+        of the others. Options are those that the groups have now."""
         rows = self._rows(given, places, self._count(given, places))
         late = [(p, row) for p, row in zip(places, rows, strict=True) if not p[0].place.all_on_gpu]
         for place, (_, _, grad, options, scale) in late:
@@ -293,7 +267,7 @@ class ExactAdamW(torch.optim.Optimizer):
                 adamw_many_(*zip(*now, strict=True))
 
     def _count(self, given: Given, places: Sequence[Slot]) -> list[int]:
-        """Counts an update of each parameter, and returns their numbers."""
+        """Counts an update of each parameter, and returns the new counts."""
         for (parameter, _), (block, i) in zip(given, places, strict=True):
             if parameter not in self.counts:
                 self.counts[parameter] = block.counts[i]
@@ -305,8 +279,8 @@ class ExactAdamW(torch.optim.Optimizer):
         places: Sequence[Slot],
         counts: Sequence[int],
     ) -> list[tuple[Any, ...]]:
-        """The arguments of `adamw_many_` of each parameter; of one that is updated later without
-        its states."""
+        """Returns the arguments of `adamw_many_` for each parameter, without states for one that is
+        updated later."""
         made: dict[tuple[int, int], Options] = {}
         rows = []
         for (parameter, group), place, count in zip(given, places, counts, strict=True):
@@ -326,7 +300,7 @@ class ExactAdamW(torch.optim.Optimizer):
         block, i = place
         shown = block.parameters[i].grad
         assert shown is not None
-        if grad is shown:  # which is guarded from now on
+        if grad is shown:  # the shown one is guarded from now on; the update reads another
             with unguarded():
                 grad = grad.detach()
         block.update = (block.update or {}) | {i: Step(grad=grad, options=options, scale=scale)}
@@ -334,7 +308,7 @@ class ExactAdamW(torch.optim.Optimizer):
         block.close(self.stream.settle)
 
     def _check_strangers(self) -> None:
-        """Warns of gradients that no group has. torch's AdamW would not use them either, but it
+        """Warns of gradients that belong to no group. torch's AdamW would ignore them, too, but it
         was given its parameters by name."""
         found = sum(p.grad is not None and p.requires_grad for p in self._strangers)
         if found:
@@ -350,10 +324,6 @@ class ExactAdamW(torch.optim.Optimizer):
         if any(block.update is not None for block in self.stream.blocks):
             self.stream.flush()
 
-    def flush(self) -> None:
-        """Ends every outstanding update: weights and states may be read, wherever they are."""
-        self.stream.flush()
-
     def broken_gradient(self) -> str | None:
         """Returns the name of the first parameter, in the order of backward, whose gradient is not
         finite; None if all are."""
@@ -364,143 +334,9 @@ class ExactAdamW(torch.optim.Optimizer):
         names = {parameter: name for name, parameter in block.spec.parameters.items()}
         return names[block.parameters[i]]
 
-    # --- states, whole -----------------------------------------------------------------------
-
-    @property  # type: ignore[override]
-    def state(self) -> StatesByParameter:
-        """The states by parameter, as those of torch's optimizers; they are views."""
-        return self._states
-
-    @state.setter
-    def state(self, states: Any) -> None:
-        if "param_groups" not in vars(self) and not states:
-            return  # torch's constructor
-        for parameter in [*self._places]:
-            self.load_states(parameter, states.get(parameter, {}))
-
-    def states_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Returns the parameter's exp_avg, exp_avg_sq and, if it has 16 bits, its remainder and
-        checksums: flat, where they live. Call `flush` first."""
-        block, i = self._place(parameter)
-        block.renew(i, self.stream.piece)
-        return self._homes(parameter)
-
-    def _homes(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        block, i = self._place(parameter)
-        states = block.states_at(i, block.ranges[i])
-        if (checksums := block.checksums_at(i, block.ranges[i])) is not None:
-            states.append(checksums)
-        return dict(zip(STATES, states, strict=False))
-
-    def lend_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """As `states_of`, in the parameter's shape, to somebody who may keep them: as long as one
-        is kept, no update is late."""
-        self.flush()
-        states, (block, _) = self.states_of(parameter), self._places[parameter]
-        return {
-            name: x if name == "checksums" else block.lend(x).view(parameter.shape)
-            for name, x in states.items()
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.AdamW's, with the remainder of each weight beside its moments, and the
-        checksums of the weights that those belong to. The states are copied to the host, 10 bytes a
-        parameter; a run's checkpoints are written block by block instead
-        (longctx/train/output/state_files.py)."""
-        self.flush()
-        packed = super().state_dict()
-        numbered = enumerate(p for group in self.param_groups for p in group["params"])
-        packed["state"] = {
-            n: {name: x.cpu().clone() for name, x in self.state[p].items()}
-            for n, p in numbered
-            if p in self.counts
-        }
-        return packed
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes states and options of this optimizer, or of torch's AdamW or Adam; of theirs the
-        weights as they are become the masters. Weights may be loaded before or after. Raises
-        ValueError for others, and nothing has changed then."""
-        self.flush()
-        own, saved = self.param_groups, state_dict["param_groups"]
-        sizes = [[len(group["params"]) for group in groups] for groups in (own, saved)]
-        if sizes[0] != sizes[1]:
-            raise ValueError(
-                f"the optimizer has groups of {sizes[0]} parameters, the states are of {sizes[1]}"
-            )
-        parameters = [p for group in own for p in group["params"]]
-        numbers = [n for group in saved for n in group["params"]]
-        states = [state_dict["state"].get(n, {}) for n in numbers]
-        for parameter, found in zip(parameters, states, strict=True):
-            self._check_states(parameter, found)
-        merged = []
-        for group, given in zip(own, saved, strict=True):
-            _check_options(given)
-            merged.append({name: group[name] for name in OPTIONS} | given)
-        super().load_state_dict({**state_dict, "state": {}, "param_groups": merged})
-        for parameter, found in zip(parameters, states, strict=True):
-            self.load_states(parameter, found)
-
-    @torch.no_grad()
-    def load_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
-        """One parameter's states, of any shape and floating type; none: as before its first step.
-        Raises ValueError for those of another optimizer or parameter."""
-        self.flush()
-        self._check_states(parameter, states)
-        for name, home in self._homes(parameter).items():
-            given = states.get(name)
-            if given is not None:
-                home.copy_(given.reshape(-1))
-            elif name == "checksums" and "remainder" in states:  # of files without any
-                home.copy_(weight_checksums(parameter.detach().to(home.device).flatten()))
-            else:
-                home.zero_()
-        block, i = self._places[parameter]
-        block.counts[i] = float(states["step"]) if states else 0.0
-        self.counts.pop(parameter, None)
-        if states:
-            self.counts[parameter] = block.counts[i]
-
-    def _check_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
-        homes = self._homes(parameter)
-        for name in ("exp_avg", "exp_avg_sq", "step"):
-            if states and name not in states:
-                raise ValueError(f"the states have no {name}: they are not AdamW's")
-        if "remainder" in states and "remainder" not in homes:
-            raise ValueError("the states are of weights in bfloat16, and these have 32 bits")
-        for name, home in homes.items():
-            given = states.get(name)
-            if given is not None and given.numel() != home.numel():
-                raise ValueError(
-                    f"{name} has {tuple(given.shape)}, its parameter {tuple(parameter.shape)}"
-                )
-
-    def masters(self, model: nn.Module) -> dict[str, Tensor]:
-        """Returns the model's state dict in fp32, on the host, with 4 bytes per parameter."""
-        weights: dict[int, Tensor] = {}  # tied ones once
-        found = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if not isinstance(tensor, nn.Parameter):
-                found[name] = tensor.cpu()
-                continue
-            if id(tensor) not in weights:
-                weights[id(tensor)] = self.master(tensor).cpu()
-            found[name] = weights[id(tensor)]
-        return found
-
-    def master(self, parameter: nn.Parameter) -> Tensor:
-        """Returns the parameter's exact fp32 weights, on its device. Call `flush` first."""
-        states = self.states_of(parameter) if parameter in self._places else {}
-        remainder = states.get("remainder")
-        if remainder is None:
-            return parameter.detach().float()
-        weight = parameter.detach().flatten()
-        return join_master(weight, remainder.to(weight.device)).view(parameter.shape)
-
     def __del__(self) -> None:
-        """Ends outstanding updates, so that the weights of a model whose optimizer is gone are
-        updated."""
+        """Ends outstanding updates, so that the weights of a model are updated when its optimizer
+        is dropped."""
         stream = vars(self).get("stream")
         if sys is None:  # modules are taken apart: the interpreter ends
             return
@@ -525,27 +361,3 @@ def _options(group: Mapping[str, Any], step: int) -> Options:
         weight_decay=float(group["weight_decay"]),
         step=step,
     )
-
-
-def _check_options(group: Mapping[str, Any]) -> None:
-    """Raises ValueError for a group that asks for another AdamW than this one."""
-    for name in ("amsgrad", "maximize", "differentiable"):
-        if group.get(name):
-            raise ValueError(f"exact AdamW has no {name}: leave it out, or use torch.optim.AdamW")
-    if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
-        raise ValueError(
-            "the options are Adam's, whose weight decay goes through the moments; AdamW's does "
-            "not: set weight_decay to 0, or use torch.optim.Adam"
-        )
-    _check_numbers(group)
-
-
-def _check_numbers(options: Mapping[str, Any]) -> None:
-    """Raises ValueError for numbers that torch's AdamW refuses; an option may be left out."""
-    for name in ("lr", "eps", "weight_decay"):
-        value = options.get(name, 0.0)
-        if not isinstance(value, Real | Tensor) or not float(value) >= 0:
-            raise ValueError(f"{name} must be a number and not negative, got {value!r}")
-    betas = options.get("betas", (0.0, 0.0))
-    if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
-        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")

@@ -1,4 +1,4 @@
-"""What torch's optimizers and engines add on the GPU in a run's first step."""
+"""The bytes that torch's optimizers and engines allocate on the GPU in a run's first step."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from torch import Tensor
 
 
 def trained_bytes_on_gpu(parameters: Iterable[Tensor]) -> int:
+    """Returns the bytes of trained parameters on the GPU."""
     return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad and p.is_cuda)
 
 
 class Pending(NamedTuple):
-    """Bytes that the first step adds on the GPU."""
+    """Bytes that the first step allocates on the GPU."""
 
     states: int = 0
-    """Bytes that stay, and never make room for activations."""
+    """Bytes that stay allocated beside the activations of all later steps."""
     gradients: int = 0
-    """Bytes that come while activations go, unless a step has several batches."""
+    """Bytes that are allocated as activations are freed, unless a step has several batches."""
 
 
 def pending_bytes(parameters: Iterable[Tensor]) -> Pending:

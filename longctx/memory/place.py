@@ -1,8 +1,8 @@
-"""Where a model's states live between uses, and which of their bytes a step has on the GPU.
+"""Where a model's states live between uses, and how many of their bytes a step has on the GPU.
 
 A block's weights, gradients and states (remainder and moments) each live as a whole on the GPU or
-on the host: this is the block's `Place`. What lives on the host moves through buffers, which are
-counted here too. levels.py chooses the places.
+on the host: this is the block's `Place`. What lives on the host moves through GPU buffers, which
+are counted here too. levels.py chooses the places.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from longctx.cost.peak import LIBRARY_BYTES, Buffers, Phase
 
 def usable_bytes(free: int) -> int:
     """Returns the part of free GPU memory that a plan may fill."""
+    # Of 139 GiB 2.1 are spared, of 24 GiB 0.375, of 8 GiB 0.25.
     return free - int(max(GPU_SPARE * free, min(GPU_SPARE_BYTES, GPU_MOST_SPARED * free)))
 
 
 PIECE = 2**24
-"""Elements that move at a time: 64 MB of a moment, 1.4 ms on the link, long beside a launch."""
+"""Elements that move at a time: 64 MB of a moment take 1.4 ms on the link, long compared with a
+launch."""
 RING = 3
 """Pieces on the GPU at a time: one arrives, one is updated, one leaves."""
 AHEAD = 2
-"""Blocks whose weights are on their way while one computes."""
+"""The number of blocks whose weights are copied up while one computes."""
 MOVING = 4
-"""Blocks that may be on their way at all, since the queues of launched work are not endless."""
+"""The most blocks with copies or updates under way, since CUDA's launch queues are finite."""
 IN_FLIGHT_BYTES = 2**28
-"""Bytes of gradients that may be on their way to the host or to other processes before backward
-waits for them. More would hold back memory that the next layer needs."""
+"""The most bytes of gradients on their way to the host or to other processes: backward waits for
+more, since they would hold memory that the next layer needs."""
 Placement = Literal["auto", "gpu", "host"]
 
 
@@ -58,20 +60,20 @@ class BlockSizes:
     states: int
     grad: int
     movable: bool
-    """Whether its weights may leave."""
+    """Whether its weights may wait on the host."""
     frozen: int = 0
-    """Bytes among the weights that are never updated, so that nothing copies them down."""
+    """Bytes of the weights that are never updated and so never copied down."""
     fixed: bool = False
-    """Whether nothing may leave."""
+    """Whether all of its tensors must stay on the GPU."""
     layer: int | None = None
-    """The number of a decoder layer; None for any other block."""
+    """The number of a decoder layer; None for another block."""
     first: bool = False
     """Whether it computes before all layers, as the embedding does."""
     tied: bool = False
-    """Whether this is an embedding that lm_head shares."""
+    """Whether it is an embedding whose weight lm_head shares."""
     sees: bool = False
-    """Whether it is all that sees images, frozen. Where its weights wait on the host, they are on
-    the GPU while it runs, and no layer does: cost/images.py counts them then."""
+    """Whether it is a whole vision tower, frozen. If its weights wait on the host, they are on the
+    GPU while the tower runs, when no layer does: cost/images.py counts them then."""
 
     def on_gpu(self, place: Place) -> int:
         return sum(getattr(self, kind) for kind in KINDS if getattr(place, kind))
@@ -87,7 +89,7 @@ copied up twice and down once per step, a byte of gradients or states once each 
 
 def ring_bytes() -> int:
     """Returns the bytes of the ring, whose pieces have room for two moments, a remainder and a
-    gradient of 4 bytes each."""
+    gradient, 4 bytes of each."""
     return RING * PIECE * 4 * 4
 
 
@@ -99,11 +101,12 @@ def window_bytes(blocks: Sequence[BlockSizes]) -> int:
 
 
 def moved_ring_bytes(places: Iterable[Place]) -> int:
-    """Returns the bytes of the ring, if states or gradients move. Weights need none."""
+    """Returns the bytes of the ring; 0 if neither states nor gradients move, since weights need
+    none."""
     return ring_bytes() if any(not (p.states and p.grad) for p in places) else 0
 
 
-# --- what a step has of them on the GPU --------------------------------------------------------
+# --- their bytes on the GPU in the course of a step --------------------------------------------
 
 
 class PlacedStates:
@@ -132,8 +135,8 @@ class PlacedStates:
             self._always["what sees images"] = sum(block.weight for block in here if block.sees)
         layers = count_layers(blocks)
         self._stay, self._wait, self._leave = (np.zeros(layers + 2, np.int64) for _ in range(3))
-        """Bytes of gradients by moment: those that stay on the GPU, those among them that the next
-        forward's update reads, and those that leave."""
+        # Bytes of gradients by moment (`moment_of`): those that stay on the GPU, those of them that
+        # the next forward's update reads, and those that leave.
         for block, place in placed:
             at = moment_of(block, blocks, layers)
             (self._stay if place.grad else self._leave)[at] += block.grad
@@ -145,7 +148,8 @@ class PlacedStates:
         return {**self._always, "weights on their way": self._window}
 
     def loss(self) -> Buffers:
-        """The loss runs where forward turns into backward: the blocks on their way are the last."""
+        """Returns weights and states during the loss. It runs between forward and backward, when
+        the last blocks' weights are on the GPU."""
         return {**self._always, "weights on their way": self._last_window}
 
     def backward(self, layer: int) -> Buffers:
@@ -167,7 +171,7 @@ class PlacedStates:
         return self.all_gradients() if self.accumulates else 0
 
     def embedding(self, made: Buffers) -> Buffers:
-        """All gradients while the embedding's is made. A frozen embedding has none."""
+        """Returns all gradients while the embedding's is computed. A frozen embedding has none."""
         if not self._embedding:
             return {"gradients": self.all_gradients()}
         return {
@@ -177,7 +181,7 @@ class PlacedStates:
         }
 
     def new_gradients(self, layer: int) -> int:
-        """The gradients that stay, and one that leaves."""
+        """Returns the bytes of the gradients that stay, and of one that leaves."""
         if self.accumulates:
             return self.all_gradients()
         leaving = min(IN_FLIGHT_BYTES, int(self._leave[layer + 2]))
@@ -192,8 +196,8 @@ def count_layers(blocks: Sequence[BlockSizes]) -> int:
 
 
 def moment_of(block: BlockSizes, blocks: Sequence[BlockSizes], layers: int) -> int:
-    """Returns when a block's gradient comes: i + 1 for layer i, `layers` + 1 if before all layers,
-    0 (the embedding's, and a tower's) if after all."""
+    """Returns when a block's gradient is delivered: i + 1 for layer i, `layers` + 1 if before all
+    layers, 0 (the embedding's, and a tower's) if after all."""
     if block is blocks[0] or block.first:
         return 0
     return layers + 1 if block.layer is None else block.layer + 1

@@ -1,5 +1,5 @@
-"""Measures how fast this GPU multiplies and copies, once for this hardware and these versions, and
-keeps the rates on disk (`Measured`).
+"""Measures this GPU's rates of matmuls and copies, once for this hardware and these versions, and
+keeps them on disk (`Measured`).
 
     products      y = x W, dx = dy W', dW = x' dy of a tile of Llama-3.1-8B's MLP
     copies        1 GiB on the GPU: bytes read and written
@@ -37,16 +37,17 @@ from longctx.memory.slab import PinnedSlab
 from longctx.system import CACHE, cpu_line, expanded, version_of
 
 FORMAT = 1
-"""The version of the file and of the measurement. Any change raises it."""
+"""The version of the file and of the measurement: any change raises it."""
 BRIEF_S, SETTLED_S = 0.01, 1.0
-"""Seconds for which a work is repeated: in a run, and for rates that are kept."""
+"""Seconds for which a work is repeated: in a run, and for rates that are kept on disk."""
 BESIDE_S = 0.1
-"""Seconds in which processes copy at once, many more than lie between their beginnings."""
+"""Seconds in which processes copy at the same time: much longer than the time between their
+starts."""
 CUBE, TILE = (4096, 4096, 4096), (8192, 4096, 14336)
 """Tokens, D and F of the matmuls that are measured."""
 COPIED_BYTES, LINK_BYTES, BRIEF_BYTES = GIB, 2**28, 2**26
 LOCKED_BYTES, LEAST_LOCKED_BYTES = 4 * GIB, 2**26
-"""Bytes of host memory that are locked on trial: the most, and the least, below which 0 is kept."""
+"""The most host bytes that are locked on trial, and the fewest: if these fail, 0 is recorded."""
 
 
 class Link(NamedTuple):
@@ -65,12 +66,12 @@ class Measured:
     memory_bytes: float
     link: Link
     attention: Mapping[str, Mapping[int, tuple[float, float]]]
-    """Maps backends, the one that `auto` takes first, to the tokens of a document, and these to the
-    rates of forward and backward."""
+    """Maps backends, the one that `auto` takes first, to document lengths in tokens, and these to
+    the rates of forward and backward."""
     locked_bytes: int
-    """Bytes that were page-locked on trial."""
+    """Host bytes that could be page-locked on trial."""
     tried_bytes: int
-    """Bytes that were tried."""
+    """Host bytes that the trial asked for."""
 
 
 @cache
@@ -83,10 +84,10 @@ def gpu_rates(
     capped: bool = False,
     link_bytes: float | None = None,
 ) -> Rates:
-    """Returns the rates of matmuls in `dtype`, of copies on the GPU, of copies over the link while
-    as many bytes go the other way, and of a backend's attention over documents of so many tokens,
-    whose scores may have a softcap. `link_bytes` is the link's rate where other processes of the
-    host use it (loop/host_link.py); the rates that are kept are those of one alone."""
+    """Returns the rates of matmuls in `dtype`, of copies on the GPU, of copies over the link with
+    equal traffic back, and of a backend's attention over documents of this length, whose scores may
+    have a softcap. `link_bytes` is the link's rate if other processes of the host use it
+    (loop/host_link.py); the rates on disk are those of a single process."""
     kept = read_rates(device) if dtype.itemsize == 2 else None
     if kept is not None:
         flops, memory_bytes, alone = kept.flops, kept.memory_bytes, kept.link.both
@@ -110,15 +111,15 @@ def gpu_rates(
 
 
 def rates_path(device: torch.device) -> Path:
-    """Returns the file in which this machine's rates are kept."""
+    """Returns the file that keeps this machine's rates."""
     key = hashlib.sha256(json.dumps(identity(device)).encode()).hexdigest()[:20]
     return expanded(CACHE) / "rates" / f"rates-v{FORMAT}-{key}.json"
 
 
 def read_rates(device: torch.device) -> Measured | None:
-    """Returns the rates that are kept; None if there are none, or if their file is damaged."""
+    """Returns the rates on disk; None if there are none, or if their file is damaged."""
     path = rates_path(device)
-    if not os.path.isfile(path):  # a pipe would be waited for
+    if not os.path.isfile(path):  # reading a pipe would wait for its writer
         return None
     try:
         found = json.loads(path.read_text())
@@ -147,8 +148,8 @@ def _is_sound(measured: Measured) -> bool:
 
 
 def write_rates(device: torch.device, measured: Measured) -> Path | None:
-    """Writes the rates as a whole and returns their file. If they cannot be kept, prints a line and
-    returns None."""
+    """Writes the rates atomically and returns their file. If they cannot be written, prints a line
+    and returns None."""
     path = rates_path(device)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
@@ -165,7 +166,7 @@ def write_rates(device: torch.device, measured: Measured) -> Path | None:
 
 def identity(device: torch.device) -> list[Any]:
     """Returns what the rates depend on: GPU, host, driver and libraries, since machines may share a
-    home."""
+    home folder."""
     gpu = torch.cuda.get_device_properties(device)
     host = [
         platform.machine(),
@@ -181,7 +182,7 @@ def identity(device: torch.device) -> list[Any]:
 
 
 def driver_version() -> str | None:
-    """Returns the version of the kernel's module; None if the container does not show it."""
+    """Returns the version of the kernel's NVIDIA module; None if the container does not show it."""
     with suppress(OSError, IndexError):
         text = Path("/proc/driver/nvidia/version").read_text(errors="replace")
         words = text.splitlines()[0].split()
@@ -217,14 +218,15 @@ def copies(device: torch.device, nbytes: int, for_s: float) -> float:
 
 
 def link(device: torch.device, nbytes: int, for_s: float) -> Link:
+    """Returns the rates of the link to the host."""
     return Link(*(nbytes / seconds_of(work, for_s) for work in _over_the_link(device, nbytes)))
 
 
 def link_beside_others(
     device: torch.device, nbytes: int, for_s: float, begin: Callable[[], object]
 ) -> float:
-    """Returns the bytes per second each way of both at once. `begin` is called when the copies can
-    start, and waits until those of the others can."""
+    """Returns the bytes per second each way, with traffic both ways, while other processes copy
+    too. `begin` is called when the copies can start, and waits until those of the others can."""
     *_, both = _over_the_link(device, nbytes)
     both()
     timed(both, 1)
@@ -236,7 +238,7 @@ def _over_the_link(device: torch.device, nbytes: int) -> tuple[Callable[[], None
     """Returns three works: copies up, down, and both at once."""
     host_up, host_down = (torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2))
     gpu_up, gpu_down = (torch.zeros_like(host_up, device=device) for _ in range(2))
-    here, beside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    here, other = torch.cuda.current_stream(device), torch.cuda.Stream(device)
 
     def up() -> None:
         gpu_up.copy_(host_up, non_blocking=True)
@@ -245,11 +247,11 @@ def _over_the_link(device: torch.device, nbytes: int) -> tuple[Callable[[], None
         host_down.copy_(gpu_down, non_blocking=True)
 
     def both() -> None:
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
+        other.wait_stream(here)
+        with torch.cuda.stream(other):
             down()
         up()
-        here.wait_stream(beside)
+        here.wait_stream(other)
 
     return up, down, both
 

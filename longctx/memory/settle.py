@@ -4,11 +4,11 @@
                                                                     | or gradients of layers    |
 
 A layer's activations live from its forward to its backward, its gradient from its backward to the
-next step's forward. So if a step is one batch, they share their room. Layer i's gradient begins
-where its activations begin, or where the gradient below ends. It takes the place of activations
-that its own backward has just read: below it are activations of lower layers, above it there are
-none left. Some loops run several forwards at once, so both sides look before they write
-(`has_room`, `is_free`).
+next step's forward. So if a step is one batch, they share memory. Layer i's gradient begins where
+its activations begin, or where the gradient below ends. It overwrites activations that its own
+backward has just read: below it are activations of lower layers, above it none are left. Some loops
+run several forwards before a backward, so both sides check before they write (`has_room`,
+`is_free`).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class HostRoom:
         kept_bytes: Sequence[int] = (),
         sizes: Sequence[BlockSizes] | None = None,
     ) -> None:
-        """`kept_bytes` is what each layer keeps on the host. `accumulates` says that a step has
-        several batches, so that gradients outlive a forward. `sizes` are the specs', if they are
-        counted already."""
+        """`kept_bytes` are the bytes that each layer keeps on the host. `accumulates` says that a
+        step has several batches, so that gradients outlive a forward. `sizes` are those of the
+        specs, if they were counted before."""
         if sizes is None:
             sizes = [spec.sizes(accumulates=accumulates) for spec in specs]
         self.blocks = [
@@ -56,7 +56,7 @@ class HostRoom:
         }
         below = [*accumulate(kept_bytes, initial=0)]
         self._starts: dict[Block, int] = {}
-        """Where a layer's gradient begins in the shared part."""
+        """The first byte of a layer's gradient in the shared part."""
         end = 0
         for block, (layer, grad) in layers.items():
             self._starts[block] = whole_lines(max(end, below[min(layer, len(kept_bytes))]))
@@ -64,8 +64,9 @@ class HostRoom:
         self.shared_bytes = max(end, below[-1])
         self.states_bytes = sum(
             whole_lines(size.on_host(block.place) - (size.grad if block in layers else 0))
+            # A block has up to five tensors, and each is rounded up.
             + 4 * LINE
-            for block, size in zip(self.blocks, sizes, strict=True)  # five tensors, rounded up
+            for block, size in zip(self.blocks, sizes, strict=True)
             if not block.place.all_on_gpu
         )
 
@@ -77,15 +78,15 @@ class HostRoom:
         self, device: torch.device, store: ActivationStore | None, ladder: Ladder = ()
     ) -> None:
         """Locks the slab and moves every block to its place. Weights that are in host memory of
-        their own move first, so that they are there twice for one block at a time. Raises UserError
-        if the host has too little memory."""
+        their own move before it is locked, so that only one block at a time exists twice. Raises
+        UserError if the host has too little memory."""
         late = leaving_bytes([block.spec for block in self.blocks], device) > 0
         self._slab = PinnedSlab(self.nbytes, device, locked=not late)
         self._used = 0
         shared = self._slab.data[self.states_bytes :]
         for block in self.blocks:
             block.settle(device, self._take, self._gradient(block, shared))
-        if late:  # else at once: copies from the GPU are faster into locked memory
+        if late:  # otherwise it was locked first: copies from the GPU are faster into locked memory
             self._slab.lock()
         if store is not None:
             store.lend(shared, ladder, self._is_free)
@@ -93,7 +94,7 @@ class HostRoom:
                 block.has_room = partial(_ends_below, store, start)
 
     def _gradient(self, block: Block, shared: Tensor) -> Tensor | None:
-        """Returns the room for a gradient that waits on the host; None for any other."""
+        """Returns the room for a gradient that waits on the host; None if it stays on the GPU."""
         if block.place.grad:
             return None
         dtype = self._grad_dtype or block.dtype
@@ -119,7 +120,8 @@ class HostRoom:
 
 def leaving_bytes(specs: Sequence[BlockSpec], device: torch.device) -> int:
     """Returns the bytes of host memory that a model's weights hold now and that are free once they
-    have moved, block by block: all but the largest block's, which is there twice for a moment."""
+    have moved, block by block: all but those of the largest block, which exists twice for a
+    moment."""
     if device.type != "cuda":
         return 0
     held = [own_bytes(part.tensor for part in spec.parts) for spec in specs]

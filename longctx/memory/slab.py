@@ -2,9 +2,9 @@
 
 The slab is mapped once, holds zeros, and is locked by `cudaHostRegister`. torch's pinned allocator
 would round each block up to a power of two, and take 3 ms for each in the middle of a step. All of
-torch's threads touch the pages before they are locked, large pages if the kernel has them; else one
-thread would fetch them 4 KiB at a time. Until a page is written or locked it takes no memory, so
-that weights may move into a slab block by block, and then be locked. A process that is forked
+torch's threads touch the pages before they are locked, large pages if the kernel has them; locking
+alone would fetch them in one thread, 4 KiB at a time. A page takes no memory until it is written or
+locked, so weights may move into a slab block by block before it is locked. A process that is forked
 later, such as a data loader's worker, gets no copy.
 Times and sizes: profiling/results/h200_slab.json.
 """
@@ -20,7 +20,7 @@ from longctx.constants import GIB
 from longctx.errors import UserError
 
 LINE = 512
-"""Each tensor in a slab begins at a multiple of so many bytes."""
+"""Each tensor in a slab begins at a multiple of this many bytes."""
 PAGE = 4096
 
 
@@ -28,18 +28,18 @@ class PinnedSlab:
     """Page-locked host memory of exactly `nbytes` bytes (plain memory where there is no GPU)."""
 
     def __init__(self, nbytes: int, device: torch.device, *, locked: bool = True) -> None:
-        """Raises UserError where the host does not give the memory, and as `lock` does, which the
-        caller does later if the slab is not to be `locked` yet."""
+        """Raises UserError if the host cannot give the memory, and as `lock` does. `locked` False:
+        the caller locks the slab later."""
         self.data, self._device, self._locked = _zeros(nbytes), device, False
         if locked:
             self.lock()
 
     def lock(self) -> None:
-        """Page-locks the slab, whose data stay. Raises UserError where that is refused."""
+        """Page-locks the slab, whose data stay. Raises UserError if this is refused."""
         nbytes = self.data.nbytes
         if self._device.type != "cuda" or not nbytes:
             return
-        self.data[::PAGE].bitwise_or_(0)  # touches each page, and leaves what is there
+        self.data[::PAGE].bitwise_or_(0)  # touches each page without changing it
         code = int(torch.cuda.cudart().cudaHostRegister(self.data.data_ptr(), nbytes, 0))
         if code != 0:
             raise UserError(
@@ -56,12 +56,12 @@ class PinnedSlab:
 
 
 def whole_lines(nbytes: int) -> int:
-    """Rounds bytes up, so that what follows them is aligned."""
+    """Rounds bytes up, so that the next tensor is aligned."""
     return -(-nbytes // LINE) * LINE
 
 
 def _zeros(nbytes: int) -> torch.Tensor:
-    """Returns a tensor of zeros: fresh pages of the kernel are zero already."""
+    """Returns a tensor of zeros, which the kernel's fresh pages are."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     try:

@@ -11,14 +11,14 @@ parameter, of a model in bfloat16:
 
 An fp32 model needs no remainder. Each block has a `Place`, which says whether weight, states (the
 three in the middle) and grad wait on the host between uses. There they are flat parts of one pinned
-slab, and the parameters' `data` are views of them; on the GPU weights and gradients stay the
-tensors that they are. Norms and biases, 0.003% of an 8B model, and adapters of linear layers form
-one block that never leaves the GPU. Adapters of experts are in their layer's block, in fp32 over
-weights of another dtype, since they may have 16 bytes of each of a billion parameters.
+slab, and the parameters' `data` are views of them; on the GPU weights and gradients remain the
+tensors that they were. Norms and biases, 0.003% of an 8B model, and adapters of linear layers form
+one block that never leaves the GPU. Adapters of experts are in their layer's block, since they may
+have a billion parameters of 16 bytes each; they are fp32 over weights of another dtype.
 
 A frozen weight has neither states nor gradient. If it waits on the host, it is copied up for
 forward and for backward, and nothing is copied down. It may be quantised: packed bytes, and the
-scales with which they are made dense, which move with it (`Part`).
+scales for dequantising them, which move with it (`Part`).
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ from torch import Tensor, nn
 
 from longctx.kernels.adamw import CHECKED, Options, drop_stale_, weight_checksums
 from longctx.kernels.adamw_many import States
-from longctx.memory.aliases import is_seen, sharers
-from longctx.memory.guard import Settle, guard, release, unguarded
+from longctx.memory.guard import Settle, guard, is_seen, release, sharers, unguarded
 from longctx.memory.held import Held
 from longctx.memory.place import BlockSizes, Place
 
 ALIGN = 64
-"""Tensors begin at multiples of so many elements, which are 128 bytes of bf16."""
+"""Tensors begin at multiples of this many elements, which are 128 bytes of bf16."""
 Take = Callable[[int, torch.dtype], Tensor]
-"""Returns a flat tensor of so many zeros."""
+"""Returns a flat tensor of `numel` zeros of a dtype."""
 
 
 class Part(NamedTuple):
-    """A tensor that is read with a block's weights: an attribute of its owner."""
+    """A tensor that a block's forward reads: an attribute of its owner."""
 
     owner: Any
     name: str
@@ -62,7 +61,7 @@ class Part(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of a flat tensor that holds it."""
+        """Bytes that the tensor takes in a flat one."""
         return _aligned(self.tensor.numel()) * self.tensor.element_size()
 
 
@@ -74,32 +73,36 @@ class BlockSpec:
     parameters: Mapping[str, nn.Parameter]
     """The block's parameters, by their names in the model."""
     modules: Sequence[nn.Module] = ()
-    """The modules whose forward reads the weights, one after the other. Empty if none is known."""
+    """The modules whose forward reads the weights, in the order of forward; empty if unknown."""
     ends: Sequence[nn.Module] = ()
-    """Those of `modules` after which no other block follows in forward."""
+    """The `modules` after which no other block follows in forward."""
     layer: int | None = None
-    """The number of a decoder layer, whose weights backward uses again; None for other blocks."""
+    """The number of a decoder layer, whose weights backward reads again; None for another block."""
     movable: bool = False
     """Whether the weights may wait on the host."""
     first: bool = False
     """Whether it computes before all layers, so that its gradient comes after theirs."""
     sees: bool = False
-    """Whether it is all that sees images, frozen: forward reads its weights before all layers, and
-    in batches with images alone."""
+    """Whether it is a whole vision tower, frozen: forward reads its weights before all layers, and
+    only in batches with images."""
     beside: Sequence[Part] = ()
-    """Other tensors that belong to the weights: the scales of quantised ones."""
+    """Other tensors that move with the weights: the scales of quantised ones."""
 
     @property
     def parts(self) -> list[Part]:
         """The block's weights, trained ones first."""
+        # The sort is stable and puts frozen weights last, so that one slice (`Block.frozen`) is
+        # never copied down.
         ordered = sorted(self.parameters.values(), key=lambda p: not p.requires_grad)
         return [*(Part(parameter, "data") for parameter in ordered), *self.beside]
 
     @property
     def trained(self) -> list[nn.Parameter]:
+        """The block's trained parameters."""
         return [p for p in self.parameters.values() if p.requires_grad]
 
     def sizes(self, *, accumulates: bool) -> BlockSizes:
+        """Returns the block's bytes. `accumulates` says that a step sums several batches."""
         trained = sum(_aligned(p.numel()) for p in self.trained)
         narrow = any(p.element_size() == 2 for p in self.trained)
         itemsize = max((p.element_size() for p in self.trained), default=0)
@@ -107,6 +110,7 @@ class BlockSpec:
         return BlockSizes(
             weight=sum(parts),
             frozen=sum(parts[len(self.trained) :]),
+            # Two moments in fp32, and for 16-bit weights a remainder.
             states=trained * (10 if narrow else 8),
             grad=trained * (4 if accumulates else itemsize),
             movable=self.movable,
@@ -120,13 +124,13 @@ class BlockSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One parameter's outstanding AdamW step."""
+    """A parameter's outstanding AdamW step."""
 
     grad: Tensor | None
-    """The gradient, contiguous, wherever it is; None if it is in the block's `host_grad`."""
+    """The gradient, contiguous, on any device; None if it is in the block's `host_grad`."""
     options: Options
     scale: Tensor | None
-    """The factor of the gradient, fp32, (); None is 1."""
+    """The factor by which the gradient is multiplied, fp32, (); None is 1."""
 
 
 @dataclass(eq=False)
@@ -137,20 +141,23 @@ class Block:
     spec: BlockSpec
     place: Place
     sums: bool = False
-    """Whether a step was planned for several batches, so that gradients have fp32."""
+    """Whether a step was planned for several batches, so that gradients are fp32."""
     parameters: list[nn.Parameter] = field(init=False)
     ranges: list[slice] = field(init=False)
-    """Each trained parameter's elements in the flat tensors."""
+    """The elements of each trained parameter in the flat tensors."""
     counts: Tensor = field(init=False)
     """The number of updates of each trained parameter, fp32, on the CPU."""
     parts: list[Part] = field(init=False)
     weight: Tensor | None = None
-    """The weights of a block that streams, as bytes, while they are on the GPU."""
+    """The flat weights on the GPU, as bytes, of a block that streams; None while they are not
+    there."""
     host_weight: Tensor | None = None
+    """The flat weights on the host, as bytes, of a block that streams."""
     host_grad: Tensor | None = None
-    """Room for the gradient on the host."""
+    """Room for the flat gradient on the host; None if gradients stay on the GPU."""
     reads_host_grad: bool = False
-    """Whether an update that reads `host_grad` has begun, and nobody has waited for it yet."""
+    """Whether a started update may still read `host_grad`: the computation has not waited for
+    it."""
     has_room: Callable[[], bool] = field(default_factory=lambda: _always)
     """Returns whether a gradient may be written to `host_grad`."""
     exp_avg: Tensor = field(init=False)
@@ -159,15 +166,15 @@ class Block:
     checksums: Tensor | None = None
     """Checksums, on the GPU, of the weights that the remainders belong to (kernels/adamw.py)."""
     update: dict[int, Step] | None = None
-    """Outstanding steps, by the parameters' numbers in the block."""
+    """Maps numbers of parameters in the block to their outstanding steps; None without any."""
     shown: list[Tensor] = field(default_factory=list)
-    """The `parameter.grad` that an update will read; nobody may change them before."""
+    """The tensors in `parameter.grad` that an outstanding update will read; they are guarded."""
     moving: list[Tensor] = field(default_factory=list)
-    """Gradients and their scale that an update on its way still reads."""
+    """Gradients and factors that a started update still reads."""
     ready: Any = None
-    """Marks when the weights may be read."""
+    """The mark after which the weights may be read."""
     written: Any = None
-    """Marks when everything that belongs on the host is there again."""
+    """The mark after which everything whose home is the host is there again."""
 
     def __post_init__(self) -> None:
         self.parts = self.spec.parts
@@ -190,12 +197,12 @@ class Block:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The one dtype of trained weights that move."""
+        """The dtype of the trained weights, which is one where they move."""
         return self.parameters[0].dtype
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the flat weights."""
+        """Bytes of the flat weights."""
         return sum(part.nbytes for part in self.parts)
 
     @property
@@ -205,10 +212,12 @@ class Block:
 
     @property
     def streams(self) -> bool:
+        """Whether the weights wait on the host between uses."""
         return not self.place.weight
 
     @property
     def is_away(self) -> bool:
+        """Whether the weights are on the host alone."""
         return self.streams and self.weight is None
 
     # --- placing -----------------------------------------------------------------------------
@@ -241,7 +250,7 @@ class Block:
     def arrive(self, weight: Tensor) -> None:
         """Points the parameters to the flat `weight`, where the weights are or will be."""
         for part, home in zip(self.parts, self._home_views, strict=True):
-            if part.tensor.data_ptr() != home.data_ptr():  # others have put a tensor of theirs
+            if part.tensor.data_ptr() != home.data_ptr():  # a loop has assigned another tensor
                 home.copy_(part.tensor)
         self.weight = weight
         for part, view in zip(self.parts, self._views(weight), strict=True):
@@ -262,26 +271,26 @@ class Block:
             view = flat[start : start + x.nbytes]
             if flat is self.host_weight:
                 view = torch.from_numpy(view.numpy())
-            # Detached, since a view holds its base, which would count as somebody's (aliases.py).
+            # Detached: a view holds its base, which would count as a holder (`is_seen`).
             views.append(view.view(x.dtype).view(x.shape).detach())
             start += part.nbytes
         return views
 
     def close(self, settle: Settle) -> None:
-        """Has whoever touches the weights call `settle` first, until the block is opened."""
+        """Has `settle` called before any operation on the weights, until the block is opened."""
         for tensor in [*self.parameters, *self.shown]:
             guard(tensor, settle)
 
     def open(self) -> None:
-        """Makes weights and the gradients of updates ordinary tensors again."""
+        """Makes the weights and the gradients of updates ordinary tensors again."""
         for tensor in [*self.parameters, *self.shown]:
             release(tensor)
         self.shown = []
 
     @property
     def grad_is_on_host(self) -> bool:
-        """Whether nothing may be written over `host_grad`: a gradient is there, or an update reads
-        one."""
+        """Whether `host_grad` must not be overwritten: it holds a gradient, or an update reads
+        it."""
         if self.host_grad is None:
             return False
         if self.reads_host_grad or any(s.grad is None for s in (self.update or {}).values()):
@@ -289,32 +298,32 @@ class Block:
         return any(self.waiting(i) is not None for i in range(len(self.ranges)))
 
     def wait_on_host(self, i: int, held: Held) -> None:
-        """Notes whose values `host_grad` has for the i-th parameter."""
+        """Notes that `host_grad` has the values of this gradient for the i-th parameter."""
         self._waiting[i] = weakref.ref(held)
 
     def waiting(self, i: int) -> Held | None:
-        """Returns the gradient whose values `host_grad` has for the i-th parameter. Somebody may
-        keep it who has taken it out of `parameter.grad`."""
+        """Returns the gradient whose values `host_grad` has for the i-th parameter. A loop may hold
+        it although it is no longer in `parameter.grad`."""
         held = self._waiting[i]() if i in self._waiting else None
         return held if held is not None and held.here is None else None
 
     # --- parts -------------------------------------------------------------------------------
 
     def pieces(self, i: int, numel: int) -> list[slice]:
-        """Returns the i-th trained parameter's part of the flat tensors, in pieces of at most
-        `numel` elements."""
+        """Returns the elements of the i-th trained parameter in the flat tensors, in pieces of at
+        most `numel`."""
         start, stop = self.ranges[i].start, self.ranges[i].stop
         return [slice(at, min(at + numel, stop)) for at in range(start, stop, numel)]
 
     def weight_at(self, i: int, piece: slice) -> Tensor:
-        """Returns a piece of the i-th parameter's weights, on the GPU if the block is not away."""
+        """Returns a piece of the i-th parameter's weights, on the GPU unless the block is away."""
         if self.weight is not None:
             return self.weight.view(self.dtype)[piece]
         start = self.ranges[i].start
         return self.parts[i].tensor.view(-1)[piece.start - start : piece.stop - start]
 
     def home_at(self, piece: slice) -> Tensor:
-        """Returns a piece of weights whose home is the host, there."""
+        """Returns a piece of the weights on the host, for a block that streams."""
         assert self.host_weight is not None
         return self.host_weight.view(self.dtype)[piece]
 
@@ -324,7 +333,8 @@ class Block:
         return grad.view(-1)[piece.start - start : piece.stop - start]
 
     def grad_of(self, i: int, piece: slice, step: Step) -> Tensor:
-        """Returns a piece of the gradient of the i-th parameter's step, where it is."""
+        """Returns a piece of the gradient of the i-th parameter's step, on the device where it
+        is."""
         if step.grad is not None:
             return self.grad_at(i, piece, step.grad)
         assert self.host_grad is not None
@@ -349,7 +359,7 @@ class Block:
         return int(self._counts[i])
 
     def whole_states(self, i: int) -> States:
-        """Returns all states of the i-th parameter of a block that is on the GPU for good."""
+        """Returns all states of the i-th parameter of a block that always is on the GPU."""
         if i not in self._whole:
             whole = self.ranges[i]
             exp_avg, exp_avg_sq, *remainder = self.states_at(i, whole)
@@ -362,14 +372,14 @@ class Block:
         return self._whole[i]
 
     def checksums_at(self, i: int, piece: slice) -> Tensor | None:
-        """Returns the checksums of a piece of the i-th parameter; None if it has not 16 bits."""
+        """Returns the checksums of a piece of the i-th parameter; None if it has 32 bits."""
         if self.checksums is None or self.dtypes[i].itemsize != 2:
             return None
         first = self._first_checksum[i] + (piece.start - self.ranges[i].start) // CHECKED
         return self.checksums[first : first - (piece.start - piece.stop) // CHECKED]
 
     def renew(self, i: int, numel: int) -> None:
-        """Drops the i-th parameter's remainders where others have written its weights. Reads the
+        """Drops the i-th parameter's remainders where other code has written its weights. Reads the
         weights on the GPU, `numel` elements at a time."""
         for piece in self.pieces(i, numel):
             saved = self.checksums_at(i, piece)
@@ -381,8 +391,8 @@ class Block:
                 drop_stale_(self.remainder[piece], fits.to(self.remainder.device))
 
     def lend(self, state: Tensor) -> Tensor:
-        """Returns a view of the block's moments or remainders for somebody who may keep it. On the
-        host it has a storage of its own, whose holders can be counted."""
+        """Returns a view of the block's moments or remainders for code that may keep it. On the
+        host it has its own storage, whose holders can be counted."""
         if self.place.states:
             return state
         state = torch.from_numpy(state.numpy())
@@ -390,7 +400,7 @@ class Block:
         return state.detach()
 
     def is_lent(self) -> bool:
-        """Whether somebody has kept views of weights or states that are updated late."""
+        """Whether other code has kept views of weights or states that are updated late."""
         if self.place.all_on_gpu:
             return False
         self._lent = [state for state in self._lent if is_seen(state)]
@@ -399,7 +409,7 @@ class Block:
         return bool(self._lent) or self.weights_are_seen() or any(map(is_seen, states))
 
     def weights_are_seen(self) -> bool:
-        """Whether somebody has kept views of trained weights where they live."""
+        """Whether other code has kept views of trained weights at their home."""
         trained = self.parameters[: len(self.ranges)]
         if self.streams:  # `parameter.data` shares the home's storage while it is there
             homes = self._home_views[: len(trained)]
@@ -408,9 +418,13 @@ class Block:
             return any(sharers(parameter) > 1 for parameter in trained)
 
     def tensors(self) -> list[Tensor]:
-        """The states, and what an update on its way still reads."""
+        """Returns the states, and what a started update still reads."""
         states = [self.exp_avg, self.exp_avg_sq, self.remainder, *self.moving]
         return [tensor for tensor in states if tensor is not None]
+
+
+Slot = tuple[Block, int]
+"""A block, and the number of a parameter in it."""
 
 
 def _always() -> bool:

@@ -1,25 +1,25 @@
-"""The activation store: what a layer keeps from forward to backward, in host memory or on the GPU.
+"""The activation store: layers' saved activations between forward and backward, on the GPU or host.
 
-The ladder says how much that is, and where (ladder.py). Backward needs it in the reverse order, so
+The ladder says which are saved, and where (ladder.py). Backward reads them in the reverse order, so
 host memory is ONE pinned slab used as a stack, whatever the lengths of the rows:
 
     slab   | x0 o0 lse0 | x1 o1 lse1 | ... |  free              layer 0 is pushed first, popped last
     GPU    x, o, lse of the layer whose backward runs; filled tile by tile, and refilled with the
            layer below's when a tensor's tile is not needed any more. A buffer goes on to the tensor
-           of its own name, or to another of its size, also between layers of different kinds
+           of the same name, or to another of its size, also between layers of different kinds
 
-Forward copies out on a stream of its own: x while attention computes, the rest while the MLP does.
-Backward copies in on another stream, in tiles, so that the first tile's computation starts when the
-first tile is there. What the MLP reads is copied while attention computes; x and o of the first
-half of a layer's tiles at the end of the layer above, those of the other half when the layer
-begins. So nothing is on its way between two layers, where a few bytes of others would wait behind
-it (FSDP2's list of gradients, 37 ms). Streams wait for each other's events; the device is never
-synchronised, and no buffer is reused before its event.
-At 131072 tokens a layer moves 4 GiB in 80 ms while it computes for 1.1 s.
+Forward copies out on one stream: x while attention computes, the rest while the MLP does. Backward
+copies in on another stream, in tiles, so that computation starts when the first tile has arrived.
+What the MLP reads is copied while attention computes; x and o of the first half of a layer's tiles
+at the end of the layer above, those of the other half when the layer begins. So the link is idle
+between two layers: otherwise a few bytes of other code would wait behind these copies (FSDP2's list
+of gradients, 37 ms). Streams wait for each other's events; the device is never synchronised, and no
+buffer is reused before its event. At 131072 tokens a layer moves 4 GiB in 80 ms while it computes
+for 1.1 s.
 
 A layer may keep no input: then the layers below it run forward again before its backward, from the
-nearest that has its input. Each gets its input so, and what AGAIN names, on the GPU until its own
-backward. x of the lowest comes up for that, and stays in its buffer.
+nearest that has its input. This gives each its input, and the keepables of AGAIN, on the GPU until
+its own backward. x of the lowest is copied up first, and stays in its buffer.
 
 The slab (slab.py) has exactly the size that the longest batch needs.
 """
@@ -50,25 +50,27 @@ class Entry:
     """A kept tensor."""
 
     tensor: Tensor | None
-    """The tensor on the GPU; None if it waits in the slab only."""
+    """The tensor on the GPU; None if it is in the slab only."""
     shape: torch.Size
     dtype: torch.dtype
     offset: int | None = None
-    """Where it starts in the slab, in bytes; None if it lives on the GPU."""
+    """Its first byte in the slab; None if it stays on the GPU."""
     of_tiles: bool = False
     """Whether forward writes and sends it tile by tile."""
     whole: bool = False
-    """Whether it is not (T, ...), and is copied up as a whole, with the first tile."""
+    """Whether its first dimension is not tokens, so that it is copied up whole, with the first
+    tile."""
     sent: int = 0
-    """How many of its rows were sent to the slab."""
+    """The number of its rows that were sent to the slab."""
 
     @property
     def size_class(self) -> tuple[torch.Size, torch.dtype, bool]:
-        """Tensors that agree in it may come back through the same buffer."""
+        """Tensors with equal values of it can be copied up through one buffer."""
         return self.shape, self.dtype, self.whole
 
     @property
     def stop(self) -> int:
+        """The first byte of the slab after it."""
         assert self.offset is not None
         return self.offset + _nbytes(self.shape, self.dtype)
 
@@ -77,27 +79,32 @@ class Again(Protocol):
     """Runs a layer's forward once more, before its backward."""
 
     def bring(self, above: int) -> None:
-        """Has the layer's weights on the GPU. `above` layers follow; the last runs backward."""
+        """Brings the layer's weights to the GPU. `above` layers follow; the last of them runs
+        backward."""
 
     def forward(self, x: Tensor, saved: Saved) -> Tensor:
-        """Returns the layer's output, and keeps in `saved` what that keeps."""
+        """Returns the layer's output, and adds to `saved` the tensors that `saved.keep` names."""
 
 
 @dataclass(eq=False)
 class Saved:
-    """One layer's kept tensors, by name. Dropped with the autograd graph, it frees its place."""
+    """One layer's kept tensors, by name. When the autograd graph drops it, its memory is free."""
 
     keep: Keep
+    """The keepables that the layer keeps."""
     layers_above: int = 0
+    """The number of layers that follow."""
     below: Saved | None = None
-    """The layer below, if it has to make this layer's input again."""
+    """The layer below, if it has to recompute this layer's input."""
     again: Again | None = None
+    """Runs the layer forward again, if a layer above may need it."""
     output: Callable[[], Tensor | None] = field(default=lambda: None)
-    """Returns the layer's output while somebody else holds it."""
+    """Returns the layer's output while other code holds it."""
     version: int = 0
-    """The version of the output when forward had made it."""
+    """The version counter of the output when forward returned it."""
     entries: dict[str, Entry] = field(default_factory=dict)
     used: bool = False
+    """Whether a backward has read the tensors."""
 
     def keeps(self, name: str) -> bool:
         """Whether the layer keeps the keepable of this name (cost/kept.py)."""
@@ -110,16 +117,16 @@ class Saved:
 
     @property
     def hosted(self) -> dict[str, Entry]:
-        """The tensors in the slab."""
+        """The tensors in the slab, by name."""
         return {name: e for name, e in self.entries.items() if e.offset is not None}
 
 
 class ActivationStore:
     """A stack of `Saved`, in the pinned slab or on the GPU. Each model has one.
 
-    In forward, `open` begins a layer's, `add` keeps a tensor, `send` starts its copy out and
-    `release` ends the layer's claim on its memory. In backward, `load` starts the copies in, `wait`
-    makes a tile usable and `retire` gives tensors of it back.
+    In forward, `open` begins the kept tensors of a layer, `add` keeps a tensor, `send` starts its
+    copy out and `release` ends the layer's use of its memory. In backward, `load` starts the copies
+    in, `wait` makes a tile readable and `retire` returns a tile's buffers.
     """
 
     def __init__(self, device: torch.device, host_limit_gib: float | None = None) -> None:
@@ -131,21 +138,21 @@ class ActivationStore:
         self._is_free: Callable[[int, int], bool] = _always
         self._stack: list[weakref.ref[Saved]] = []
         self._buffers: dict[str, Tensor] = {}
-        """What `_reader` reads, by name."""
+        """The tensors that `_reader` reads, by name."""
         self._next: dict[str, Tensor] = {}
-        """The buffers of `_filled`: those of `_buffers` that go on to it, by its names."""
+        """The buffers that fill for `_filled`, by its names; some are still read as `_buffers`."""
         self._homes: dict[str, str] = {}
-        """Maps names of `_filled` to those of the reader's whose buffers they get."""
-        # Whose backward reads the buffers, and who they are filled for: held by autograd's graph
-        # alone, so that what is left of a step that ran out of memory goes with its graph.
+        """Maps names of `_filled` to the reader's tensors whose buffers they get."""
+        # The layer whose backward reads the buffers, and the one for which they are filled. Only
+        # autograd's graph holds them: after a step that ran out of memory, all goes with the graph.
         self._reader: weakref.ref[Saved] | None = None
         self._filled: weakref.ref[Saved] | None = None
         self._coming: set[tuple[str, int]] = set()
-        """The part of `_filled` that is on its way: names, and first tokens of tiles."""
+        """The parts of `_filled` whose copies have begun: names, and first tokens of tiles."""
         self._coming_ready: dict[int, Any] = {}
-        """Marks when it is there, by these tokens."""
+        """Maps these first tokens to the events after which the tiles may be read."""
         self._ready: dict[int, Any] = {}
-        """The same marks of what `_reader` has not waited for."""
+        """The events of tiles for which `_reader` has not waited yet."""
         on_gpu = device.type == "cuda"
         self._out: Any = torch.cuda.Stream(device) if on_gpu else None
         self._in: Any = torch.cuda.Stream(device) if on_gpu else None
@@ -165,24 +172,24 @@ class ActivationStore:
         self.ladder = ladder
 
     def lend(self, slab: Tensor, ladder: Ladder, is_free: Callable[[int, int], bool]) -> None:
-        """Uses a part of another slab instead of one of its own, as planned. `is_free` says whether
-        its bytes [start, stop) may be written."""
+        """Uses a part of another slab, as planned. `is_free` says whether its bytes [start, stop)
+        may be written."""
         self._lent, self._is_free, self.ladder = slab, is_free, ladder
 
     def used_bytes(self) -> int:
-        """The end of the part of a lent slab that kept activations need."""
+        """Returns the end of the part of a lent slab that kept activations use."""
         return 0 if self._lent is None else _top(self._alive())
 
     def host_bytes(self) -> int:
-        """The bytes that the slab may take, the present slab included."""
+        """Returns the bytes that the slab may take, the present slab included."""
         return host_budget(host_share_bytes() + self.locked_bytes, self.host_limit_gib)
 
     # --- forward ---------------------------------------------------------------------------
 
     def open(self, layers_above: int, x: Tensor | None = None) -> Saved:
         """Begins the kept tensors of a layer whose input is x. `layers_above` layers follow it.
-        Raises UserError if layers below are to make x again, and x is not what they have made."""
-        # The ladder may be shorter than the model: its first rung is that of all layers below.
+        Raises UserError if layers below have to recompute x, and x is not what they returned."""
+        # The ladder may be shorter than the model: its first entry also serves all earlier layers.
         at, alive = max(0, len(self.ladder) - 1 - layers_above), self._alive()
         saved = Saved(self.ladder[at], layers_above)
         if not saved.keeps(INPUT):
@@ -202,19 +209,17 @@ class ActivationStore:
         of_tiles: bool = False,
         whole: Collection[str] = (),
     ) -> None:
-        """Keeps the tensors of the keepable `kept` until `load`: (T, ...) each, unless `whole`
-        names them. Those that the ladder wants on the host get a place there, if the slab has room:
-        it may not after more forwards than backwards."""
+        """Keeps the tensors of the keepable `kept` until `load`. They are (T, ...), except those
+        that `whole` names. Those that the ladder wants on the host go there if the slab has room;
+        it may have none after more forwards than backwards."""
         for name, tensor in tensors.items():
             how = dict(of_tiles=of_tiles, whole=name in whole)
             entry = Entry(tensor, tensor.shape, tensor.dtype, **how)
             if kept in saved.keep.hosted:
-                # A stack's top, not a running offset: layers that were dropped leave no hole above
-                # it.
+                # The top of the living entries, not a running offset: dropped layers leave no hole.
                 entry.offset = _top(self._alive())
                 fits = entry.stop <= self._slab.numel()
-                # No room, or a lent slab's bytes are in use by their owner: the tensor stays on the
-                # GPU.
+                # The owner of a lent slab may use these bytes for a gradient (settle.py).
                 if not fits or not (self._lent is None or self._is_free(entry.offset, entry.stop)):
                     entry.offset = None
             saved.entries[name] = entry
@@ -227,7 +232,7 @@ class ActivationStore:
             return
         with annotate("offload out"), _after_compute(self._out):
             if self._out is not None:
-                self._out.wait_stream(self._in)  # what is overwritten may still be on its way in
+                self._out.wait_stream(self._in)  # these bytes may still be on their way in
             for entry in entries:
                 host, tensor = self._host(entry), entry.tensor
                 assert tensor is not None
@@ -236,9 +241,9 @@ class ActivationStore:
                 entry.sent += len(tensor[rows])
 
     def release(self, saved: Saved, output: Tensor | None = None) -> None:
-        """Ends forward's use of the tensors: their memory may be reused once the copies are out.
-        `output` is what the layer returns. Raises RuntimeError for a tensor that waits on the host
-        and was not sent there: backward would read what the slab held before."""
+        """Ends forward's use of the tensors: their memory may be reused once the copies have ended.
+        `output` is the layer's output. Raises RuntimeError for a tensor that waits on the host but
+        was not sent: backward would read what the slab held before."""
         hosted = saved.hosted
         for name, entry in hosted.items():
             if entry.sent < entry.shape[0]:
@@ -247,8 +252,8 @@ class ActivationStore:
                     "the host and were never sent there"
                 )
         if hosted and self._out is not None:
-            # The allocator reuses memory in the order of the compute stream, which knows nothing of
-            # copies on another one.
+            # The allocator reuses freed memory in the order of the compute stream. Without this
+            # wait the next layer could overwrite what the other stream still copies.
             torch.cuda.current_stream(self.device).wait_stream(self._out)
         for entry in hosted.values():
             entry.tensor = None
@@ -259,9 +264,8 @@ class ActivationStore:
 
     def load(self, saved: Saved, tiles: list[slice]) -> dict[str, Tensor]:
         """Returns the kept tensors, on the GPU. A tile's tokens may be read after `wait(tile)`.
-
-        They may be overwritten: nobody else holds them. Raises RuntimeError on a second backward.
-        """
+        They may be overwritten: no other code holds them. Raises RuntimeError on a second
+        backward."""
         if saved.used:
             raise RuntimeError(
                 "backward ran twice through a longctx layer: its kept activations are overwritten "
@@ -273,7 +277,8 @@ class ActivationStore:
         return self._raised(saved, tiles)
 
     def _run_again(self, saved: Saved, tiles: list[slice]) -> None:
-        """Runs the layers below forward again, and gives each of them, and this one, its input."""
+        """Runs the layers below forward again, which gives each of them, and this layer, its
+        input."""
         layers = [saved]
         while INPUT not in layers[-1].entries:
             assert (below := layers[-1].below) is not None
@@ -293,8 +298,8 @@ class ActivationStore:
         saved.again.bring(0)
 
     def _raised(self, saved: Saved, tiles: list[slice]) -> dict[str, Tensor]:
-        """Returns the kept tensors on the GPU, on their way there if they are not yet."""
-        # Another layer than the one below comes next, as when a graph was dropped in between.
+        """Returns the kept tensors on the GPU, and starts the copies that have not begun."""
+        # The buffers were filled for another layer, whose graph was dropped since.
         if self._filled is not None and self._filled() is not saved:
             self._abandon()
         hosted = saved.hosted
@@ -307,7 +312,7 @@ class ActivationStore:
                     self._next[name] = made
             for tile in tiles:
                 self._fill(saved, tile, hosted)
-            # This layer reads what was filled, in part while the layer above ran.
+            # Some of these copies began while the layer above ran (`retire`).
             self._buffers, self._next = self._next, {}
             self._reader, self._filled = self._watched(saved), None
             self._ready, self._coming_ready = self._coming_ready, {}
@@ -316,12 +321,14 @@ class ActivationStore:
 
     def wait(self, tile: slice) -> None:
         # Popped: a tile is waited for once, and later reads of it cost no event.
+        """Has the computation wait for the copies of a tile."""
         ready = self._ready.pop(tile.start, None)
         if ready is not None:
             torch.cuda.current_stream(self.device).wait_event(ready)
 
     def retire(self, saved: Saved, tile: slice, *names: str) -> None:
-        """Ends the layer's use of a tile of these tensors. The layer below's take their place."""
+        """Ends the layer's use of a tile of these tensors. Their buffers fill with the layer
+        below's."""
         if not any(name in saved.hosted for name in names):
             return
         below = self._filled() if self._filled is not None else None
@@ -341,9 +348,9 @@ class ActivationStore:
         saved.entries = {}
 
     def fetch(self, saved: Saved) -> Tensor:
-        """Returns a layer's input where nothing else of the layer is kept, for whoever asks once
-        and holds it through the layer's backward. The layer below's starts on its way up meanwhile,
-        into a buffer of its own."""
+        """Returns a layer's input where nothing else of the layer is kept. The caller holds it
+        through the layer's backward. Meanwhile the input of the layer below is copied into another
+        buffer."""
         whole = slice(0, None)
         x = self.load(saved, [whole])[INPUT]
         self.wait(whole)
@@ -359,8 +366,8 @@ class ActivationStore:
         return x
 
     def _watched(self, saved: Saved) -> weakref.ref[Saved]:
-        """A reference by which the store learns that a graph was dropped before its backward was
-        over: memory ran out, or another layer came next than the one below."""
+        """Returns a reference that tells the store when a graph was dropped before its backward
+        ended: memory ran out, or another layer came next than the one below."""
 
         def gone(reference: weakref.ref[Saved]) -> None:
             if reference is self._reader or reference is self._filled:
@@ -369,7 +376,7 @@ class ActivationStore:
         return weakref.ref(saved, gone)
 
     def _abandon(self) -> None:
-        """Drops the buffers. Their memory may be reused when the copies into them are done."""
+        """Drops the buffers. Their memory may be reused when the copies into them have ended."""
         if self._in is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._in)
         self._reader, self._filled = None, None
@@ -383,10 +390,10 @@ class ActivationStore:
             self._in.wait_stream(self._out)
 
     def _fill(self, saved: Saved, tile: slice, names: Iterable[str]) -> None:
-        """Starts the copies of these tensors' tiles, except those that are on their way."""
+        """Starts the copies of a tile of these tensors, except those that have begun."""
         entries = saved.hosted
         missing = [name for name in names if (name, tile.start) not in self._coming]
-        # What is not (T, ...), such as lse (H, T), has no tiles.
+        # Tensors that are not (T, ...), such as lse (H, T), have no tiles.
         missing = [name for name in missing if not entries[name].whole or tile.start == 0]
         if not missing:
             return
@@ -400,7 +407,7 @@ class ActivationStore:
                 self._coming_ready[tile.start] = self._in.record_event()
 
     def tensors_on_gpu(self) -> list[Tensor]:
-        """Returns what layers keep on the GPU now, the buffers of backward included."""
+        """Returns what layers keep on the GPU now, with the buffers of backward."""
         kept = [saved for ref in self._stack if (saved := ref()) is not None]
         tensors = [entry.tensor for saved in kept for entry in saved.entries.values()]
         buffers = [*self._buffers.values(), *self._next.values()]
@@ -410,7 +417,7 @@ class ActivationStore:
 
     @property
     def locked_bytes(self) -> int:
-        """Bytes of the host that the store has locked in a slab of its own."""
+        """Host bytes that the store has locked in a slab that it owns."""
         return self._pinned.data.numel()
 
     @property
@@ -418,6 +425,7 @@ class ActivationStore:
         return self._pinned.data if self._lent is None else self._lent
 
     def _alive(self) -> list[Saved]:
+        """Returns the layers whose tensors a backward may still read."""
         return [s for ref in self._stack if (s := ref()) is not None and not s.used]
 
     def _host(self, entry: Entry) -> Tensor:
@@ -432,8 +440,8 @@ def _always(start: int, stop: int) -> bool:
 
 
 def _maker(x: Tensor | None, layers_above: int, alive: list[Saved]) -> Saved | None:
-    """Returns the layer that has made x in this forward; None if no layer below keeps anything.
-    Raises UserError if something has changed or exchanged x in between."""
+    """Returns the layer that computed x in this forward; None if no layer below keeps anything.
+    Raises UserError if x was changed or replaced in between."""
     below = alive[-1] if alive else None
     if below is None or below.layers_above != layers_above + 1:
         return None
@@ -446,16 +454,16 @@ def _maker(x: Tensor | None, layers_above: int, alive: list[Saved]) -> Saved | N
 
 
 def _read_next(saved: Saved) -> Saved:
-    """Returns the layer whose kept tensors are read first when this layer's backward comes."""
+    """Returns the layer whose kept tensors are read first in this layer's backward."""
     while INPUT not in saved.entries and saved.below is not None:
         saved = saved.below
     return saved
 
 
 def _new_homes(reader: Saved, below: Saved) -> dict[str, str]:
-    """Maps tensors of the layer below to the reader's whose buffers they get: that of their own
-    name, else one of their size class that no other tensor gets. All others wait for buffers until
-    the reader's are dropped, so that a layer never holds more than its own."""
+    """Maps tensors of the layer below to the reader's tensors whose buffers they get: that of the
+    same name, else one of their size class that no other tensor gets. All others wait for buffers
+    until the reader's are dropped, so that a layer never holds more than it needs."""
     given, wanted = reader.hosted, below.hosted
     homes = {
         name: name
@@ -472,14 +480,14 @@ def _new_homes(reader: Saved, below: Saved) -> dict[str, str]:
 
 
 def _top(alive: list[Saved]) -> int:
-    """Returns the first byte of the slab above all of them."""
+    """Returns the first byte of the slab above all entries of these layers."""
     return max((entry.stop for saved in alive for entry in saved.hosted.values()), default=0)
 
 
 @contextmanager
 def _after_compute(stream: Any) -> Iterator[None]:
-    """A context whose work goes to `stream`, and starts when all work given to the compute stream
-    so far is done."""
+    """Returns a context whose work runs on `stream`, after all work given to the compute stream so
+    far."""
     if stream is None:
         yield
         return
@@ -489,6 +497,7 @@ def _after_compute(stream: Any) -> Iterator[None]:
 
 
 def _check_host(needed_bytes: int, host_bytes: int) -> None:
+    """Raises UserError if host memory is short."""
     missing_gib = (needed_bytes - host_bytes) / GIB
     if missing_gib > 0:
         raise UserError(
@@ -514,8 +523,8 @@ def free_gpu_bytes(device: torch.device) -> int:
 
 
 def gpu_share_bytes(device: torch.device) -> int:
-    """Returns the bytes of a GPU that this process may take, which --gpu_memory_gib sets, whatever
-    is free."""
+    """Returns the bytes of a GPU that this process may take, which --gpu_memory_gib limits, whether
+    they are free or not."""
     index = torch.cuda.current_device() if device.index is None else device.index
     total_bytes = torch.cuda.get_device_properties(index).total_memory
     return int(total_bytes * torch.cuda.get_per_process_memory_fraction(index))

@@ -1,28 +1,27 @@
-"""The stream of model states over the link to the host, beside the computation.
+"""Moves model states over the link to the host while the GPU computes.
 
-If something of a block (states.py) waits on the host, the block is brought to the GPU before it is
-used. If an update of it is outstanding, it is made on the way, piece by piece through a ring of
-three buffers (w weight, m v r states, g gradient; only what is on the host moves):
+A block (states.py) of which something waits on the host is brought to the GPU before it is used. An
+outstanding update is made on the way, piece by piece through a ring of three buffers (w weight,
+m v r states, g gradient; only what is on the host moves):
 
     up       w m v r g | w m v r g | w m v r g | ...      host -> GPU, PIECE elements at a time
     update             | adamw     | adamw     | ...      kernels/adamw.py
     down                           | w m v r   | ...      GPU -> host
 
-So both directions of the link and the computation are busy at once, and no block takes more of the
-GPU than its weights. Frozen weights are copied up and dropped, since those on the host have not
+So both directions of the link and the computation are busy at once, and a block takes no more GPU
+memory than its weights. Frozen weights are copied up and dropped, since those on the host have not
 changed. Weights that live on the host are on the GPU for the block that computes and the next AHEAD
 blocks; those of a finished block are dropped.
 
 Lanes wait for each other's marks. The process itself waits only in `flush`, and for gradients that
-somebody reads on the host. A tensor is dropped only when the computation has waited for the last
-copy out of it, so that its memory may be reused.
+are read on the host. A tensor is dropped only after the computation has waited for the last copy
+out of it, so that its memory may be reused.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,66 +31,9 @@ from torch.utils._pytree import tree_leaves
 from longctx.errors import UserError
 from longctx.kernels.adamw import CHECKED, adamw_
 from longctx.kernels.annotate import annotate
+from longctx.memory.lanes import Compute, Lane, RingSlot
 from longctx.memory.place import AHEAD, MOVING, PIECE, RING
 from longctx.memory.states import Block, Step
-
-
-class Lane:
-    """A CUDA stream. On the CPU its work is done at once, and there is nothing to wait for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @contextmanager
-    def after(self, *marks: Any) -> Iterator[None]:
-        """A context whose work starts when all the marks are reached."""
-        if self.stream is None:
-            yield
-            return
-        for mark in marks:
-            if mark is not None:
-                self.stream.wait_event(mark)
-        with torch.cuda.stream(self.stream):
-            yield
-
-    def mark(self) -> Any:
-        """Returns a mark at the end of the work that the lane was given so far."""
-        return None if self.stream is None else self.stream.record_event()
-
-    def synchronize(self) -> None:
-        if self.stream is not None:
-            self.stream.synchronize()
-
-
-class Compute:
-    """The lane of forward and backward: the current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def mark(self) -> Any:
-        on_gpu = self.device.type == "cuda"
-        return torch.cuda.current_stream(self.device).record_event() if on_gpu else None
-
-    def wait(self, mark: Any) -> None:
-        if mark is not None:
-            torch.cuda.current_stream(self.device).wait_event(mark)
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-
-
-class Slot:
-    """A buffer of the ring: room on the GPU for what a piece has on the host."""
-
-    def __init__(self, numel: int, compute: Compute) -> None:
-        self._words = torch.empty(4, numel, dtype=torch.float32, device=compute.device)
-        self.free: Any = compute.mark()
-        """Marks when the previous piece, or the previous owner of the memory, is done."""
-
-    def part(self, row: int, like: Tensor) -> Tensor:
-        return self._words[row].view(like.dtype)[: like.numel()]
 
 
 class StateStream:
@@ -103,14 +45,14 @@ class StateStream:
         self.up, self.update, self.down = Lane(device), Lane(device), Lane(device)
         self._order = [block for block in blocks if block.spec.modules]
         self._layers = [block for block in self._order if block.spec.layer is not None]
-        self._ring: list[Slot] = []
+        self._ring: list[RingSlot] = []
         self._in_backward = False
         self._begun: Any = None
-        """Marks when the gradients of the outstanding updates were there."""
+        """The mark at which the gradients of the outstanding updates are finished."""
         if piece % CHECKED:
             raise ValueError(f"a piece must be a multiple of {CHECKED} elements, got {piece}")
         self.settle = _weakly(self.flush)
-        """Called by whoever touches what is on its way (guard.py)."""
+        """Guarded tensors call it before an operation on them (guard.py)."""
         self._opened: Block | None = None
         for block in self._order:
             for module in block.spec.modules:
@@ -141,25 +83,26 @@ class StateStream:
                 output.register_hook(Hook(self, block, before_backward))
 
         hooks = [module.register_forward_pre_hook(Hook(self, block, before_forward))]
-        # Backward of the last layer ends the loss's use of lm_head, which may be all that streams.
+        # The last layer's backward ends the loss's use of lm_head, and drops its weights from the
+        # GPU. It needs the hook even if lm_head is the one block that streams.
         ends_loss = block in self._layers[-1:] and any(other.streams for other in self._order)
         if block.streams or ends_loss:
             hooks.append(module.register_forward_hook(Hook(self, block, after_forward)))
         weakref.finalize(self, _remove, hooks)
 
     def _close(self) -> None:
-        """Ends the use of the block that computed. Others may then read and write its weights where
-        they live, which is not where they are."""
+        """Ends the use of the block that computed. Other code that reads or writes its weights then
+        first sends them home."""
         block, self._opened = self._opened, None
         if block is None or not block.streams:
             return
-        if block.weights_are_seen():  # by views, which nobody can close
+        if block.weights_are_seen():  # views have no guard
             self.drop(block)
         else:
             block.close(self.settle)
 
     def _end_backward(self) -> None:
-        """Sends all weights home, so that each parameter is where its gradient is looked at."""
+        """Sends all weights home, so that each parameter is on the device of its gradient."""
         self._in_backward = False
         self._close()
         for block in self._order:
@@ -167,8 +110,8 @@ class StateStream:
                 self.drop(block)
 
     def need_in_backward(self, block: Block, above: int = 0) -> None:
-        """Lets a layer's backward read its weights, or its forward, if that runs once more. Then
-        `above` layers follow, of which the last one's backward is next."""
+        """Lets a layer's backward read its weights, or its second forward, after which `above`
+        layers follow up to the one whose backward is next."""
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(  # type: ignore
@@ -176,6 +119,8 @@ class StateStream:
             )
         at = self._layers.index(block)
         top = at + above
+        # If layer 4 runs forward again for the backward of layer 6, layers 5 and 6 come next, and
+        # then 5, 4, 3, ... run backward.
         self._need(block, self._layers[at + 1 : top + 1] + self._layers[:top][::-1])
 
     def need(self, block: Block, *, last: bool = False) -> None:
@@ -188,7 +133,7 @@ class StateStream:
         self._need(block, following)
 
     def _need(self, block: Block, order: Sequence[Block]) -> None:
-        """Has the block's weights ready, and those of the next blocks in `order` on their way."""
+        """Makes the block's weights ready, and starts the copies of the next blocks in `order`."""
         following = _moving(block, order)
         self._close()
         for other in self._order:  # first, since they may have to make room
@@ -204,7 +149,7 @@ class StateStream:
                 self.bring(other)
 
     def wait(self, block: Block) -> None:
-        """Has the computation wait for the block's update and arrival."""
+        """Has the computation wait for the block's update and for its weights."""
         self.compute.wait(block.ready)
         block.ready = None
         block.moving = []
@@ -213,7 +158,7 @@ class StateStream:
     # --- moving --------------------------------------------------------------------------------
 
     def begin_updates(self) -> None:
-        """Starts the first outstanding updates; forward starts the others as it goes on."""
+        """Starts the first outstanding updates; forward starts the others as it proceeds."""
         self._begun = self.compute.mark()
         started = 0
         for block in self.blocks:
@@ -223,7 +168,7 @@ class StateStream:
                 self.bring(block)
 
     def bring(self, block: Block) -> None:
-        """Starts the block's way to the GPU and its outstanding update."""
+        """Starts the block's copies to the GPU and its outstanding update."""
         steps, block.update = block.update or {}, None
         begin, arrives = self._begun, block.is_away
         if arrives:
@@ -247,7 +192,7 @@ class StateStream:
             block.reads_host_grad = any(step.grad is None for step in steps.values())
 
     def _raise_frozen(self, block: Block, begin: Any) -> None:
-        """Copies frozen weights up in pieces, so that copies of activations come between them."""
+        """Copies frozen weights up in pieces, so that copies of activations can run in between."""
         assert block.weight is not None and block.host_weight is not None
         here, home = (flat[block.frozen] for flat in (block.weight, block.host_weight))
         nbytes = self.piece * 2
@@ -300,9 +245,10 @@ class StateStream:
             if slot is not None:
                 slot.free = self.down.mark()
 
-    def next_slot(self) -> Slot:
+    def next_slot(self) -> RingSlot:
+        """Returns the buffer of the ring that was used longest ago."""
         if len(self._ring) < RING:
-            self._ring.append(Slot(self.piece, self.compute))
+            self._ring.append(RingSlot(self.piece, self.compute))
         else:
             self._ring.append(self._ring.pop(0))
         return self._ring[-1]
@@ -329,8 +275,8 @@ class StateStream:
 
 
 def _moving(block: Block, order: Sequence[Block]) -> list[Block]:
-    """Returns the next blocks in this order that move or are moving. What sees images is none of
-    them: a batch of text would bring it for nothing."""
+    """Returns the next blocks in this order that move or are moving. The vision tower's block is
+    left out, since a batch of text does not need it."""
     others = dict.fromkeys(b for b in order if b is not block and not b.spec.sees)
     moving = [b for b in others if b.streams or b.update or b.ready][:MOVING]
     full = [b for b in moving if b.streams][AHEAD:]
@@ -338,7 +284,7 @@ def _moving(block: Block, order: Sequence[Block]) -> list[Block]:
 
 
 def bring_again(layer: nn.Module, above: int) -> None:
-    """Has a layer's weights on the GPU in backward, if a stream moves them
+    """Brings a layer's weights to the GPU for backward, if a stream moves them
     (`StateStream.need_in_backward`)."""
     for hook in layer._forward_pre_hooks.values():
         if isinstance(hook, Hook):
@@ -366,8 +312,8 @@ def _adamw(
 
 
 class Hook:
-    """A hook of a module or tensor. It does not keep the stream alive, and in a copy or a file of
-    the module it is one that does nothing."""
+    """A hook of a module or tensor that does not keep the stream alive. Copies of the module, and
+    files, hold a hook that does nothing."""
 
     def __init__(self, stream: StateStream, block: Block, do: Callable[..., None]) -> None:
         self._stream, self._block, self._do = weakref.ref(stream), weakref.ref(block), do
@@ -378,7 +324,7 @@ class Hook:
             self._do(stream, block, *args)
 
     def again(self, above: int) -> None:
-        """Has the weights of its block, a layer, ready for another forward in backward."""
+        """Brings the weights of its block, a layer, for another forward in backward."""
         stream, block = self._stream(), self._block()
         if stream is not None and block is not None:
             stream.need_in_backward(block, above)
@@ -402,7 +348,7 @@ def _do_nothing(*args: Any) -> None:
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Returns a function that calls a method if its object is still there."""
+    """Returns a function that calls a method if its object still exists."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:

@@ -1,10 +1,10 @@
-"""Makes flash-linear-attention, whose kernels run Gated DeltaNet, ready for a Hopper GPU.
+"""Prepares flash-linear-attention, whose kernels run Gated DeltaNet, for a Hopper GPU.
 
-a kernel that it lacks    with Triton from 3.4 up to 3.7.1, as torch 2.9 to 2.12 bring it, its
-                          backward pass ends with an error, since Triton compiles one kernel to
-                          wrong numbers there. Ours (kernels/delta_rule.py) is registered for
-                          that function as the package provides for
-configurations            so that it does not search them at the first step
+a missing kernel    with Triton from 3.4 up to 3.7.1, which torch 2.9 to 2.12 install, the package's
+                    backward raises an error, since Triton compiles one kernel to wrong numbers
+                    there. Our kernel (kernels/delta_rule.py) is registered for that function, as
+                    the package provides for
+configurations      are given, so that the package does not search them in the first step
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from longctx.system import installed, version_of
 
 PACKAGE, MODULE = "flash-linear-attention", "fla"
 AFFECTED = Version("3.4"), Version("3.7.1")
-"""The first Triton that compiles the kernel wrongly, and the first that does not any more."""
+"""The first version of Triton that compiles the kernel wrongly, and the first that is fixed."""
 WIDEST = 128
 """Columns of the widest heads of keys for which the configurations are known to fit."""
 
 
 def prepare_fla(config: Any) -> None:
-    """Makes flash-linear-attention ready to train a model of this configuration on the GPU that is
-    here, if there are both. Raises UserError for a version of it that is too old."""
+    """Prepares flash-linear-attention for training a model of this configuration on this machine's
+    GPU, if both exist. Raises UserError for a version that is too old."""
     found = version_of(PACKAGE)
     if not installed(MODULE) or not torch.cuda.is_available():
         return
@@ -53,7 +53,7 @@ def prepare_fla(config: Any) -> None:
 
 
 def prepare_imported_fla(model: Any) -> None:
-    """Makes flash-linear-attention ready for a model in Hugging Face's layers, if transformers has
+    """Prepares flash-linear-attention for a model in Hugging Face's layers, if transformers has
     imported it, as it does for classes that use it. Raises UserError as `prepare_fla`."""
     if MODULE in sys.modules:
         prepare_fla(model.config.get_text_config())
@@ -94,7 +94,7 @@ def _register() -> None:
 
 @cache
 def _configure() -> None:
-    """Gives the package its kernels' configurations, unless the user has (FLA_CACHE_MODE)."""
+    """Gives the package its kernels' configurations, unless the user has set FLA_CACHE_MODE."""
     from fla.ops.utils import cache as configs
 
     if configs.FLA_CACHE_MODE is not configs.FlaCacheMode.DISABLED:
@@ -119,6 +119,6 @@ CONFIGS = {
     "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": _config(4, BV=32),
     "prepare_wy_repr_bwd_kernel": _config(4),
 }
-"""The fastest configurations that the package's own search found on an H100, or ones within 5% of
-them, for 32 heads of 128 columns (h100_fla_search.json). The search compiles more than a hundred
-kernels at the first step on a machine, and some of them again for rows of another length."""
+"""The fastest configurations that the package's search found on an H100, or ones within 5% of them,
+for 32 heads of 128 columns (h100_fla_search.json). The search compiles more than a hundred kernels
+in the first step on a machine, and some of them again for rows of another length."""

@@ -1,11 +1,11 @@
-"""Our kernels inside the modules that transformers has as mixers, while the schedule runs them.
+"""Puts our kernels into transformers' mixers while the schedule runs them. They replace:
 
-convolution    transformers calls causal-conv1d, which is built with nvcc, or torch's
-scan           of Mamba 2: transformers calls mamba-ssm, which is built with nvcc, too, or runs
-               torch's code, which makes up to 6 MB a token on the way
+convolution    causal-conv1d, which is built with nvcc, or torch's convolution
+scan           of Mamba 2: mamba-ssm, which is built with nvcc, too, or torch's code, which
+               allocates up to 6 MB per token
 gated norm     some ten passes over fp32 tensors in torch
-LoRA           PEFT converts what an adapter reads to fp32, and adds what it gives in passes of
-               their own
+LoRA           PEFT's code, which converts an adapter's input to fp32, and adds its output in
+               further passes
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ def _tensors(*args: Any, **kwargs: Any) -> list[Tensor]:
 
 
 _as_one = wrap_torch_function(_tensors)
-"""Makes a function one of torch's for `OurConvolution`, which would otherwise see every attribute
-of a tensor that is read in it: hundreds in a call of a mixer, each of which takes Python 3 us
-more."""
+"""Makes a function one of torch's for `OurConvolution`, which would otherwise intercept each
+attribute of a tensor that the function reads: hundreds in a call of a mixer, 3 us of Python
+each."""
 
 
 class OurConvolution(TorchFunctionMode):
-    """A context in which torch's convolution of channels with a filter each, padded so that it is
-    causal, is ours. The result has the row's tokens alone; the K - 1 behind them, which torch's has
-    too, a causal model cuts off. With `begins` the first K - 1 tokens that it reads are a state,
-    and those of the result, which a model cuts off, too, are left out.
+    """A context in which our kernel replaces torch's convolution of channels with one filter each,
+    padded so that it is causal. The result has the row's tokens alone: torch's also has the K - 1
+    behind them, which a causal model cuts off. With `begins` the first K - 1 tokens of the input
+    are a state, and their results, which a model cuts off, too, are left out.
 
-    Such a cut then takes all of a tensor. It is left out as well: in backward torch would write its
-    gradient to a tensor with channels as rows, and all that follows would be transposed."""
+    Such a cut then takes the whole tensor. It is skipped as well: in backward torch would write its
+    gradient to a tensor with channels as rows, and all that follows would be transposed.
+    """
 
     def __init__(self, *, begins: bool) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ def _convolved(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor | None:  # (B, C, T), or (B, C, T - K + 1) if it begins with a state
-    """Returns what ours gives for the arguments of torch.conv1d; None if it is not for ours."""
+    """Returns our convolution for the arguments of torch.conv1d; None if it cannot compute it."""
     channels, of_group, taps = weight.shape
     how = [x[0] if isinstance(x, (tuple, list)) else x for x in (stride, padding, dilation)]
     by_channel = of_group == 1 and groups == channels == input.shape[1]
@@ -106,7 +107,8 @@ def _convolved(
 
 @contextmanager
 def our_recurrence(module: nn.Module) -> Iterator[None]:
-    """A context in which the functions of RECURRENCES that a mixer's file has are exchanged."""
+    """Returns a context in which RECURRENCES replace the functions of these names in a mixer's
+    file."""
     home = vars(sys.modules[type(module).__module__])
     theirs = {name: home[name] for name in RECURRENCES if name in home}
     home.update({name: partial(RECURRENCES[name], given) for name, given in theirs.items()})
@@ -134,7 +136,8 @@ def _scanned(
     return_final_states: bool = False,
     **more: Any,
 ) -> Any:
-    """The scan of Mamba 2: takes what transformers gives to its own function."""
+    """Returns the scan of Mamba 2, for the arguments that transformers passes to its own
+    function."""
     x = hidden_states
     plain = not any(isinstance(given, Tensor) for given in more.values())
     if not (plain and runs_kernel(x) and x.element_size() == 2 and x.shape[-1] <= WIDEST):
@@ -156,15 +159,15 @@ def _called(theirs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 RECURRENCES = {"mamba2_chunk_scan": _scanned, "torch_chunk_gated_delta_rule": _called}
-"""Maps functions that transformers' files call to what runs instead, which gets them as its first
-argument: our scan of Mamba 2, where its kernels take it, and Gated DeltaNet's own function, which
-the package of its kernels has exchanged."""
+"""Maps functions that transformers' files call to their replacements, which get them as first
+argument: our scan of Mamba 2, where its kernels can compute it, and Gated DeltaNet's own function,
+which flash-linear-attention has replaced already."""
 
 
 @contextmanager
 def our_gated_norm(norm: nn.Module | None, *, gate_first: bool = False) -> Iterator[None]:
-    """A context in which a mixer's gated RMSNorm is ours, unless somebody else has exchanged its
-    forward. `gate_first`: it is of the product with the gate."""
+    """Returns a context in which our kernel replaces a mixer's gated RMSNorm, unless other code has
+    replaced its forward. `gate_first`: the norm is of the product with the gate."""
     if norm is None or "forward" in vars(norm):
         yield
         return
@@ -187,7 +190,8 @@ def _normed(norm: nn.Module, x: Tensor, gate: Tensor, *, gate_first: bool) -> Te
 
 @contextmanager
 def our_adapters(found: Sequence[nn.Module]) -> Iterator[None]:
-    """A context in which these linear layers (`ours_in`) are the schedule's (layer/adapted.py)."""
+    """Returns a context in which the schedule's LoRA (layer/adapted.py) runs these linear layers
+    (`ours_in`)."""
     for inner in found:
         inner.forward = partial(_adapted, inner)
     try:
@@ -198,9 +202,9 @@ def our_adapters(found: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def ours_in(module: nn.Module) -> list[nn.Module]:
-    """Returns the linear layers with an adapter inside a module that `our_adapters` takes. PEFT's
-    own code runs those that drop some of what they read, that are trained themselves, or that
-    somebody else has changed."""
+    """Returns the linear layers with an adapter inside a module that `our_adapters` can run. PEFT's
+    own code runs those with dropout, with a trained weight, or with a forward that other code has
+    changed."""
     return [inner for inner in module.modules() if _is_ours(inner)]
 
 
@@ -217,7 +221,7 @@ def _is_ours(module: Any) -> bool:
 
 
 def _dense_dtype(base: nn.Module) -> torch.dtype | None:
-    """Returns the dtype of a linear layer's weight, made dense; None for a layer of another
+    """Returns the dtype of a linear layer's dequantised weight; None for a layer of another
     class."""
     if type(base) is nn.Linear:
         return base.weight.dtype

@@ -1,9 +1,10 @@
-"""Runs a model's mixers, as Gated DeltaNet or Mamba 2, for the schedule (layer/parts/mixer.py).
+"""Runs a model's mixers, such as Gated DeltaNet or Mamba 2, for the schedule
+(layer/parts/mixer.py).
 
-transformers' mixers read the state behind earlier tokens from a cache, and write theirs to it:
-`Carried` stands in for that cache for one call of one module. Its tensors are those of the graph,
-so that gradients reach earlier segments, and nothing is written in place. It has the methods that
-transformers 5.17 to 5.23 ask for.
+transformers' mixers read the state of earlier tokens from a cache, and write theirs to it.
+`Carried` stands in for that cache for one call of one module. Its tensors belong to autograd's
+graph, so that gradients reach earlier segments, and nothing is written in place. It has the methods
+that transformers 5.17 to 5.23 call.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class ModelsMixer:
 
     @cached_property
     def _adapted(self) -> list[nn.Module]:
-        """The linear layers in it whose adapters ours runs: in all segments of a pass the same."""
+        """The linear layers in it whose adapters our kernels run, found once for all segments."""
         return ours_in(self.module)
 
     @property
@@ -65,16 +66,16 @@ class ModelsMixer:
         gated = our_gated_norm(norm, gate_first=self.spec.gate_first)
         with convolution, kernels, gated, our_adapters(self._adapted):
             z: Tensor = functional_call(self.module, dict(parameters), (), how)
-        # Falcon-H1's norm takes a dimension away where rows have one token.
+        # Falcon-H1's norm drops a dimension if rows have one token.
         return z.view(n.shape), carried.end
 
 
 class Carried:
-    """The state of one mixer before a call, and behind its last token: the last inputs of its
-    convolution (rows, C, K - 1) and, if it has a recurrence, that one's state."""
+    """The state of one mixer before a call, and after its last token: the last inputs of its
+    convolution (rows, C, K - 1) and the state of its recurrence, if it has one."""
 
     record_past = True
-    """Keeps the convolution from the path of a generated token, which writes its state in place."""
+    """Keeps the convolution off the path of generation, which writes its state in place."""
 
     def __init__(self, begin: State) -> None:
         self._begin = begin
@@ -88,13 +89,13 @@ class Carried:
     def update_conv_state(
         self, x: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int, **_: Any
     ) -> Tensor:  # (rows, C, t) -> (rows, C, K - 1 + t), or (rows, C, t) at the beginning
-        """Returns what the convolution is to read, and takes its last K - 1 inputs."""
+        """Returns the convolution's input, and keeps its last K - 1 tokens."""
         reach, rows = conv_kernel_size - 1, x.mT
         if self._begin:
             rows = torch.cat([self._begin[0].to(x.dtype).mT, rows], dim=1)
             x = rows.mT
         last = rows[:, max(0, rows.shape[1] - reach) :]
-        # A copy: a view would hold all of a segment's inputs until the row is over.
+        # A copy: a view would keep all of a segment's inputs alive until the row ends.
         last = nn.functional.pad(last, (0, 0, reach - last.shape[1], 0)).clone()
         self._convolved.append(last.mT)
         return x
@@ -112,7 +113,7 @@ class Carried:
     def is_recording_past(self, layer_idx: int) -> bool:
         return self.record_past
 
-    # --- what transformers before 5.18 asks for ---------------------------------------------
+    # --- read by transformers before 5.18 ---------------------------------------------------
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
         return bool(self._begin)
@@ -147,7 +148,7 @@ def mixer_of(layer: Any, layer_spec: Layer) -> ModelsMixer | None:
 
 
 _KERNELS = {"fla": "flash-linear-attention"}
-"""The packages that have kernels for mixers, by what is imported of them."""
+"""Maps modules to the packages that install them and have kernels for mixers."""
 
 
 def why_slow(base: Any, device: torch.device) -> str | None:

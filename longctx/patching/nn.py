@@ -38,7 +38,7 @@ from longctx.kernels.swiglu import geglu, swiglu
 
 class RMSNorm(nn.Module):
     """Divides x (..., D) by its root mean square and multiplies it by a weight (D,), D =
-    `normalized_shape`. Takes the place of torch.nn.RMSNorm and of transformers' LlamaRMSNorm.
+    `normalized_shape`. Replaces torch.nn.RMSNorm and of transformers' LlamaRMSNorm.
 
     forward(x) raises ValueError for an x of another last dimension or a dtype that differs from the
     weight's, unless the weight is fp32 and x has 16 bits.
@@ -175,7 +175,7 @@ class SwiGLU(nn.Module):
 
 
 class GeGLU(SwiGLU):
-    """Gemma's MLP: `SwiGLU` with gelu by tanh in the place of silu, x (..., in_features) ->
+    """Gemma's MLP: `SwiGLU` with gelu by tanh instead of silu, x (..., in_features) ->
     (..., out_features). Weights and errors are those of `longctx.SwiGLU`.
 
     Example:
@@ -192,7 +192,7 @@ class GeGLU(SwiGLU):
 
 class CrossEntropyLoss(nn.Module):
     """Cross-entropy of logits, as `longctx.cross_entropy` computes it: backward writes their
-    gradient over them. Takes the place of Liger's LigerCrossEntropyLoss, and of torch's where the
+    gradient over them. Replaces Liger's LigerCrossEntropyLoss, and of torch's where the
     classes are the last dimension.
 
     forward(input, target) takes input (T, V) or (B, S, V) and target (T,) or (B, S), int64, which

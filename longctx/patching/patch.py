@@ -1,18 +1,18 @@
-"""Patches a model: Hugging Face's own, on one instance, gets longctx's training forward.
+"""Patches a model of Hugging Face: this one instance gets longctx's training forward.
 
     model = longctx.patch(model, keep="auto")     and back: longctx.unpatch(model)
 
 Its class, its parameters, their names and the files it saves stay Hugging Face's. In training the
 base model runs the scheduled layers (longctx/layer), and with labels lm_head and cross-entropy run
 chunk by chunk (head/loss.py), so that neither a layer's activations nor the (tokens, vocabulary)
-logits are ever there as a whole: at 131072 tokens and a vocabulary of 128256 the logits are 31 GiB
-in bf16, and vanilla holds them twice more in fp32. forwards is what runs.
+logits ever exist as a whole: at 131072 tokens and a vocabulary of 128256 the logits are 31 GiB in
+bf16, and vanilla holds them twice more in fp32. The forwards are in longctx/forwards.
 
-`patch_as` is the switch of train.py's `--class_type`:
+`patch_as` is the switch of `longctx train --class_type`:
 
     vanilla   Hugging Face's model as it is
     liger     Liger-Kernel's full patch (Liger replaces functions of transformers for the process)
-    custom    this one
+    custom    longctx's schedule, or single parts of it
     any       Hugging Face's layers as checkpoints of ours, our attention and loss (any_model)
 """
 
@@ -30,7 +30,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import is_fsdp_enabled
 
-from longctx.any_model.beside import calling_trainer, models_beside
+from longctx.any_model.auxiliary_models import calling_trainer, models_beside
 from longctx.any_model.parts import attach_parts, check_family, detach_loss
 from longctx.any_model.patch import OPTIONS as OF_ANY
 from longctx.any_model.patch import patch_any, unpatch_any
@@ -83,11 +83,11 @@ def patch(
     **unknown: NoReturn,
 ) -> Model:
     """Patches `model`, or the model in a PeftModel, in place, prints a line that says what runs,
-    and returns it. Patch before you build a trainer around the model; of TRL's trainers the order
+    and returns it. Patch before you build a trainer around the model; with TRL's trainers the order
     does not matter.
 
     `model` is a causal language model of transformers, or its base model. Its class, parameters and
-    files stay Hugging Face's, and so do the shapes of what it takes and returns: input_ids (B, S),
+    files stay Hugging Face's, and so do the shapes of its arguments and outputs: input_ids (B, S),
     labels (B, S), a loss of shape (). Device and dtype are the model's.
 
     `parts` is "schedule", the scheduled layers and the loss in chunks, or a collection of single
@@ -95,23 +95,24 @@ def patch(
     everything else: "rope", "rms_norm", "layer_norm", "swiglu", "geglu", as far as the family has
     them, and "cross_entropy" over whole logits or "fused_linear_cross_entropy" without them.
 
-    `any_model=True` takes any causal language model of transformers, of a family that longctx does
-    not know too: its layers stay Hugging Face's, and are checkpoints whose inputs wait on the GPU
-    or the host; attention and loss are ours where they were found to be the model's (any_model/).
-    It takes `offload_activations`, `attn_backend` (also "sdpa" and "eager", the model's own) and
-    `host_memory_gib`.
+    `any_model=True` patches any causal language model of transformers, also of a family that
+    longctx does not know: its layers stay Hugging Face's, and run as checkpoints whose inputs wait
+    on the GPU or the host; attention and loss are ours if a test shows that they equal the model's
+    (any_model/). Its options are `offload_activations`, `attn_backend` (also "sdpa" and "eager",
+    the model's own) and `host_memory_gib`.
 
-    Options of the schedule, with train.py's names, values and defaults; `strict` is of any parts:
+    Options of the schedule, with the names, values and defaults of `longctx train`; `strict` also
+    applies to parts:
 
         strict               a call that the schedule does not cover is a UserError; without it
                              Hugging Face's layers run, and one line reports it once
         keep                 what each layer keeps for backward: "x" (its input alone), "o", "h",
                              "qkv", "all", or "auto", the fastest that fits
-        offload_activations  where that waits: "none" (on the GPU), "all" (in host memory), "auto"
+        offload_activations  where kept activations wait: "none" (GPU), "all" (host), or "auto"
         attn_backend         "auto", "fa4", "cudnn", "flash" or "math"
-        head_groups          the parts in which attention runs; None: by what is free
-        tile_tokens          the tokens that token-wise work takes at a time; None: by what is free
-        host_memory_gib      of the host, for activations; None: what is available
+        head_groups          the parts in which attention runs; None: by free memory
+        tile_tokens          the tokens that token-wise work takes at a time; None: by free memory
+        host_memory_gib      GiB of host memory for activations; None: all that is available
         share_prefixes       whether a prompt with which several rows begin is computed once
         cuda_graphs          "auto": the layers of batches of at most 32768 tokens run as CUDA
                              graphs where batches are alike; "off"
@@ -164,8 +165,8 @@ def patch(
 def checked_options(
     who: str, options: Mapping[str, Any], *, any_model: bool = False
 ) -> PatchOptions:
-    """Returns the options of a call of `who`. Raises UserError for a name or a value that there is
-    not, and for an option that single parts, or any model, have no use for."""
+    """Returns the options of a call of `who`. Raises UserError for an unknown name or value, and
+    for an option that single parts, or any model, do not use."""
     _refuse_switches(who, options)
     for name, value in options.items():
         if name not in OPTIONS:
@@ -207,7 +208,7 @@ def _nearest(name: str) -> str:
 
 
 _CALLS = ("strict", "any_model")
-"""What `patch` takes beside the options that it keeps."""
+"""The arguments of `patch` that are not settings of the patched model."""
 
 
 def said_of(model: PreTrainedModel) -> str:
@@ -227,9 +228,9 @@ def _patched(model: PreTrainedModel) -> str:
 
 
 class AutoLongctxModelForCausalLM:
-    """AutoModelForCausalLM whose models are patched: `from_pretrained` and `from_config` take what
-    they take there, and the options of `longctx.patch` by name, `strict` and `any_model` too. They
-    raise what the two raise.
+    """AutoModelForCausalLM whose models are patched: `from_pretrained` and `from_config` take its
+    arguments, and the options of `longctx.patch` by name, `strict` and `any_model` too. They raise
+    the errors of both.
 
     Example:
         >>> import tempfile
@@ -262,7 +263,7 @@ class AutoLongctxModelForCausalLM:
         try:
             model = make(*args, **kwargs)
         except TypeError as error:
-            # transformers hands on what it does not know to the model, whose class refuses it.
+            # transformers passes unknown options on to the model's class, which refuses them.
             found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if found is None or found[1] not in kwargs:
                 raise
@@ -281,8 +282,8 @@ def _check_choice(who: str, name: str, value: Any) -> None:
 
 
 def unpatch(model: Model) -> Model:
-    """Takes away what `longctx.patch` put on `model`, a causal language model, its base model or a
-    PeftModel around one, and returns it. Weights and their gradients stay. Raises UserError for a
+    """Removes the patch of `longctx.patch` from `model`, a causal language model, its base model or
+    a PeftModel around one, and returns it. Weights and their gradients stay. Raises UserError for a
     model that is not patched, or whose experts are in 4 bits.
 
     Example:
@@ -316,7 +317,7 @@ def unpatch(model: Model) -> Model:
 
 
 def patch_as(model: PreTrainedModel, args: PatchOptions, device: torch.device) -> str:
-    """Patches `model` in place as `args.class_type` says, and says in a few words what was."""
+    """Patches `model` in place by `args.class_type`, and returns words for the patch."""
     if args.class_type in ("vanilla", "liger"):
         prepare_imported_fla(model)
     if args.class_type == "vanilla":
@@ -344,7 +345,7 @@ def patch_custom(model: PreTrainedModel, args: PatchOptions, device: torch.devic
     base.longctx = runtime
     runtime.on_pass = lambda: _patch_beside(args)
     if score_cap(base.config) is not None and base.config._attn_implementation == "sdpa":
-        model.set_attn_implementation("eager")  # of Hugging Face's layers: sdpa leaves the cap out
+        model.set_attn_implementation("eager")  # sdpa would leave the cap of scores out
     if head_of(model) is not None:
         vars(model)["longctx"] = runtime
     if "forward" in vars(model) and args.fuses_loss:
@@ -354,8 +355,8 @@ def patch_custom(model: PreTrainedModel, args: PatchOptions, device: torch.devic
 
 
 def check_parts(where: str, args: PatchOptions, config: Any) -> None:
-    """Raises UserError for a part that a model of this configuration cannot take: of ours, or of
-    Liger-Kernel's where it is installed."""
+    """Raises UserError for a part that a model of this configuration cannot take: one of ours, or
+    one of Liger-Kernel's where it is installed."""
     if args.parts is None:
         return
     if args.class_type != "liger":
@@ -367,8 +368,8 @@ def check_parts(where: str, args: PatchOptions, config: Any) -> None:
 
 
 def _patch_beside(args: PatchOptions) -> bool:
-    """Patches the reference or teacher of the trainer that calls, under whatever head and autocast
-    it has put around it, and says so. Returns whether there is a trainer."""
+    """Patches the reference or teacher of the calling trainer, inside the head and autocast that
+    the trainer has put around it, and prints a line. Returns whether there is a trainer."""
     trainer = calling_trainer()
     for name, model in models_beside(trainer):
         base = base_of(model) if isinstance(model, PreTrainedModel) else None
@@ -376,7 +377,7 @@ def _patch_beside(args: PatchOptions) -> bool:
             if base is None:  # or an engine's wrapper
                 raise UserError(not_known(type(model).__name__))
             patch_custom(base, args, base.device)
-            base.config.use_cache = False  # it scores rows, and nobody reads the cache
+            base.config.use_cache = False  # it scores rows: a cache would never be read
         except UserError as error:
             print_rank0(f"custom: Hugging Face's layers run in the {name}: {error}")
         else:
@@ -410,7 +411,7 @@ def _refuse(model: PreTrainedModel) -> None:
 
 
 def _patch_liger(model: PreTrainedModel, parts: tuple[str, ...] | None) -> str:
-    """Switches on these parts alone, or what Liger-Kernel does by itself."""
+    """Switches on these parts alone, or Liger-Kernel's own choice."""
     apply = _ligers_apply(model.config.model_type)
     said = "RMSNorm, RoPE, SwiGLU, fused linear cross-entropy"
     switches = {}

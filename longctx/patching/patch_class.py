@@ -3,13 +3,13 @@
     undo = longctx.patch_class("llama", keep="auto")     and back: undo()
 
 Trainers that take a name or a file of settings (axolotl, LLaMA-Factory, ms-swift, ...) build the
-model inside, wrap it and prepare it before anybody sees it. So each instance is patched at the end
-of its own `__init__`: before weights are read into it, by from_pretrained with or without
-quantisation, and before anybody puts adapters, autocast or an engine around it. From there on all
-is as after `longctx.patch` (patch.py). The backend of attention is chosen in the first batch, when
-device and dtype are known, and the line that says what runs is printed there.
+model inside, wrap it and prepare it before a caller can patch it. So each instance is patched at
+the end of its own `__init__`: before from_pretrained reads weights into it, with or without
+quantisation, and before adapters, autocast or an engine wrap it. From then on it is as after
+`longctx.patch` (patch.py). The backend of attention is chosen in the first batch, when device and
+dtype are known, and the line that says what runs is printed then.
 
-Nothing else of the class changes, and models that exist stay as they are.
+Nothing else of the class changes, and existing models stay as they are.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from longctx.settings import PatchOptions
 _PATCHED: dict[Any, PatchedClass] = {}
 """The classes that are patched now."""
 _BUILDING: ContextVar[bool] = ContextVar("_BUILDING", default=False)
-"""Whether an instance of a patched class is being made: its base model, made inside, is not patched
-by itself."""
+"""Whether an instance of a patched class is being built: its base model, which is built inside, is
+not patched by itself."""
 
 
 class PatchedClass:
@@ -71,8 +71,8 @@ class PatchedClass:
         return __init__
 
     def __call__(self) -> None:
-        """Undoes it; a second call does nothing. If somebody has exchanged `__init__` since, theirs
-        stays, and ours inside it patches nothing any more."""
+        """Undoes the patch; a second call does nothing. If other code has replaced `__init__`
+        since, its version stays, and ours inside it no longer patches."""
         for kind, before in self._before.items():
             del _PATCHED[kind]
             if vars(kind).get("__init__") is not self._ours[kind]:
@@ -94,7 +94,7 @@ def patch_class(
     which: str | type[PreTrainedModel], *, strict: bool = False, **options: Any
 ) -> PatchedClass:
     """Patches every causal language model of a type that is built from now on, as `longctx.patch`
-    patches one that is there, and returns an object that undoes it.
+    patches an existing one, and returns an object that undoes it.
 
     `which` is a model type ("llama", "qwen3", ...) or a class of transformers (LlamaForCausalLM; a
     base model, with or without a tower for images, or a classifier, too). Call it before the
@@ -130,7 +130,8 @@ def patch_class(
 
 
 def _class_of(which: Any) -> Any:
-    """Returns the class to patch. Raises UserError for what is none, and for another family's."""
+    """Returns the class to patch. Raises UserError for anything but a class of a supported
+    family."""
     if isinstance(which, str):
         return _class_of_type(which)
     if not (isinstance(which, type) and issubclass(which, PreTrainedModel)):
@@ -165,7 +166,7 @@ def _class_of_type(model_type: str) -> Any:
 
 
 def _base_class(kind: Any) -> list[Any]:
-    """Returns the class of a causal model's base model, which may be built alone, too."""
+    """Returns the class of a causal model's base model, which may also be built alone."""
     family = family_of_class(kind)
     if family is None or is_whole_class(kind) or is_joint_class(kind):
         return []
@@ -175,7 +176,7 @@ def _base_class(kind: Any) -> list[Any]:
 
 
 def _patch_built(model: Any, args: PatchOptions, strict: bool) -> None:
-    """Patches a model that has just been built. What it prints waits until the model is called."""
+    """Patches a model that was just built. Its line is printed when the model is first called."""
     base: Any = base_of(model)
     if base is None:
         raise UserError(not_known(type(model).__name__))

@@ -13,9 +13,9 @@ from transformers import AutoConfig
 
 import longctx
 from longctx.any_model.masks import Seen, longctx_mask
-from longctx.any_model.narrow import FEATURES, narrowed
 from longctx.any_model.patch import any_attention
 from longctx.any_model.probe import find_loss, why_not_our_attention
+from longctx.any_model.shrunk_config import FEATURES, narrowed
 from longctx.any_model.specimen import Specimen, outline
 from longctx.errors import UserError
 from longctx.families.classes import class_of

@@ -1,7 +1,7 @@
 """The frozen models that a trainer runs beside the one it trains: TRL's reference or teacher.
 
-DPOTrainer and others load them by themselves, so nobody patches them. They are found when the
-trained model is called: the trainer that does so stands on the call stack.
+DPOTrainer and others load them by themselves, so they are not patched. They are found when the
+trained model is called, since the trainer is on the call stack.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from longctx.runtime.runtime import patched_part
 
 NAMES = ("ref_model", "teacher_model")
-"""The attributes in which trainers of TRL keep them."""
+"""The attributes of TRL's trainers that hold these models."""
 
 
 def models_beside(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Returns the trainer's models that are not patched, each with words for it."""
+    """Yields the trainer's models that are not patched, each with words for it."""
     for name in NAMES:
         model = getattr(trainer, name, None)
         known = isinstance(model, PreTrainedModel) and patched_part(model) is not None
@@ -30,7 +30,7 @@ def models_beside(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def calling_trainer() -> Any | None:
-    """Returns transformers' Trainer that makes the call under way, if one does."""
+    """Returns transformers' Trainer that makes the current call, if one does."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(_HOMES):
@@ -50,7 +50,7 @@ def _self_of(frame: FrameType) -> Any:
     """Returns the object whose method runs in a frame.
 
     Before Python 3.13 reading `f_locals` leaves a copy of the variables in the frame. It would hold
-    what the method deletes later, models and their memory, and is emptied.
+    the models, and their memory, that the method deletes later, so it is emptied.
     """
     variables = frame.f_locals
     owner = variables.get("self")
