@@ -22,6 +22,7 @@ from longctx.train.engines import peers
 from longctx.train.engines.peers import end_with_peers
 from longctx.train.program import program
 
+pytestmark = pytest.mark.ci
 TIMEOUT_S = 30
 """Longer than any of this takes, and far below --ddp_timeout."""
 
