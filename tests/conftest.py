@@ -61,8 +61,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 HERE = Path(__file__).parent
 OUTSIDE = ("clients", "docs", "hostile", "profiling")
 """Folders of tests of both houses at once, or of neither."""
-LATER = ("docs", "profiling")
-"""Folders whose tests are marked `ci`: they test pages and benchmarks, not what users run."""
+LATER = ("docs", "hostile", "profiling")
+"""Folders whose tests are all marked `ci`: pages, runs in processes of their own, benchmarks."""
 
 
 def house_of(path: Path) -> str | None:
