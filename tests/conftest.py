@@ -32,8 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-FIRST = "test_package.py"
-"""Takes 20 s: as one of the last files it would leave the other worker without work."""
+FIRST = ("tests/train/engines/", "tests/test_package.py")
+"""Take minutes and 20 s: as the last ones they would leave the other worker without work."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -75,7 +75,7 @@ def house_of(path: Path) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name != FIRST)
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     for item in items:
         if house := house_of(item.path):
             item.add_marker(getattr(pytest.mark, house))
