@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-FIRST = "test_package.py"
-"""Takes 20 s: as one of the last files it would leave the other worker without work."""
+FIRST = ("tests/train/engines/", "tests/test_package.py")
+"""Take minutes and 20 s: as the last ones they would leave the other worker without work."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,6 +61,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 HERE = Path(__file__).parent
 OUTSIDE = ("clients", "docs", "hostile", "profiling")
 """Folders of tests of both houses at once, or of neither."""
+LATER = ("docs", "hostile", "profiling")
+"""Folders whose tests are all marked `ci`: pages, runs in processes of their own, benchmarks."""
 
 
 def house_of(path: Path) -> str | None:
@@ -72,10 +75,12 @@ def house_of(path: Path) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name != FIRST)
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     for item in items:
         if house := house_of(item.path):
             item.add_marker(getattr(pytest.mark, house))
+        if item.path.parent.name in LATER or "warm" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ci)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -88,6 +93,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     tests/train/report/test_sample.py makes some."""
     if sample := sys.modules.get("longctx.train.report.sample"):
         sample.TOKENS = 0
+
+
+SLOW_SECONDS = 5.0
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Names the tests that took long, fixtures included, and have no mark `ci`. Nothing fails for
+    it, as no test depends on how fast a machine is."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration") and "ci" not in report.keywords:
+                seconds[report.nodeid] += report.duration
+    slow = [(name, s) for name, s in seconds.most_common() if s > SLOW_SECONDS]
+    if slow:
+        terminalreporter.section(f"over {SLOW_SECONDS:.0f} s without the mark ci")
+    for name, s in slow:
+        terminalreporter.write_line(f"{s:.1f}s {name}")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -43,7 +43,12 @@ _MLA = dict(
     first_k_dense_replace=1,
 )
 _MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8)
+_MAMBA |= dict(mamba_chunk_size=16)  # rows are padded to it
 _MIXED = dict(layer_types=["linear_attention", "full_attention", "linear_attention"])
+_DELTA = _MIXED | dict(
+    **dict(linear_num_key_heads=2, linear_num_value_heads=4),
+    **dict(linear_key_head_dim=8, linear_value_head_dim=8),
+)
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "axk1", "axk2", "minicpm3", "youtu"), _MLA),
     **dict.fromkeys(("glm4_moe_lite", "longcat_flash"), _MLA),
@@ -70,7 +75,11 @@ OWN: dict[str, dict[str, Any]] = {
     ),
     "gpt_neo": dict(attention_types=[[["global", "local", "global"], 1]]),
     "gptj": dict(rotary_dim=4),
-    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "minimax"), _MIXED),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _DELTA),
+    "minimax": _MIXED,
+    "nemotron_h": dict(
+        mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=8, n_groups=1, chunk_size=16
+    ),
     "kimi_linear": _MLA | _MIXED,
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "lfm2_moe": dict(layer_types=["conv", "full_attention", "conv"]),

@@ -139,24 +139,26 @@ SHORT = [[26, 40, 1]]
 """Three tiles of 31 tokens, for tests that compare bits: no error of theirs needs an average."""
 
 
-@lru_cache(maxsize=2)  # tests of one model in one or two dtypes follow each other
-def vanilla_runs(trio: Callable[..., Any], *model: Any, **changes: Any) -> tuple[Run, Run]:
-    """(truth, naive) of the packed batches, two thirds of a test's time: no setting of ours changes
-    them."""
-    truth, naive, _ = trio(*model, **changes)
-    return run(truth, *packed(naive.dtype)), run(naive, *packed(naive.dtype))
-
-
 def packed(dtype: torch.dtype) -> list[dict[str, Tensor]]:
     """It is bf16's errors that scatter from batch to batch: of others two will do."""
     return batches(PACKED, 4 if dtype == torch.bfloat16 else 2)
 
 
+VANILLA: dict[Any, tuple[Run, Run]] = {}
+"""(truth, naive) of the last two models: no setting of ours changes them, they are two thirds of a
+test's time, and tests of one model in one or two dtypes follow each other."""
+
+
 def assert_settings_train_exactly(trio: Callable[..., Any], *model: Any, settings, **changes):
     """The model that `trio` makes, patched with these settings, on packed rows."""
-    truth, naive = vanilla_runs(trio, *model, **changes)
-    ours = trio(*model, settings=settings, **changes)[2]
-    assert_exact_run(run(ours, *packed(ours.dtype)), naive, truth, ours.dtype)
+    truth, naive, ours = trio(*model, settings=settings, **changes)
+    inputs, key = packed(ours.dtype), (trio, *model, *changes.items())
+    if key not in VANILLA:
+        VANILLA[key] = run(truth, *inputs), run(naive, *inputs)
+        for old in [*VANILLA][:-2]:
+            del VANILLA[old]
+    true, plain = VANILLA[key]
+    assert_exact_run(run(ours, *inputs), plain, true, ours.dtype)
 
 
 @lru_cache(maxsize=2)

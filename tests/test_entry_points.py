@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from paths import ROOT
 
+pytestmark = pytest.mark.ci
 SCRIPTS = sorted(
     path.relative_to(ROOT).as_posix()
     for folder in (".", "scripts", "profiling", "profiling/bench")

@@ -23,6 +23,7 @@ from test_kernels_name import write_kernels
 import longctx
 from longctx.train.cli import COMMANDS
 
+pytestmark = pytest.mark.ci
 LINKED = ("kernels", "recipes", "ds_configs", "fsdp_configs", "docs")
 """Folders of the repository to which longctx/ has links."""
 BUILD = """

@@ -88,6 +88,7 @@ WRONG |= {14: "arg-type"}
 """Line of the script -> mypy's code of what is wrong there."""
 
 
+@pytest.mark.ci
 def test_mypy_finds_what_is_wrong_in_a_users_script(tmp_path: Path) -> None:
     """With Hugging Face's and torch's own types left out, which would be read for half a minute."""
     pytest.importorskip("mypy")
@@ -105,6 +106,7 @@ def test_mypy_finds_what_is_wrong_in_a_users_script(tmp_path: Path) -> None:
     assert {int(line): code for line, code in found} == WRONG, done.stdout + done.stderr
 
 
+@pytest.mark.ci
 def test_patching_loads_no_module_of_the_program() -> None:
     """A user who patches a model in a loop of their own imports at most 210 modules of ours."""
     script = """

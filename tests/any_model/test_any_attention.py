@@ -20,6 +20,7 @@ from longctx.any_model.specimen import Specimen, outline
 from longctx.errors import UserError
 from longctx.families.classes import class_of
 
+pytestmark = pytest.mark.usefixtures("reference_kernels")
 LENGTHS = (9, 5, 10)
 OURS = ("llama", "deepseek_v3", "mistral", "gemma2", "gemma4_text", "gpt_oss", "phi3", "nanochat")
 THEIRS = ("bloom", "falcon", "mpt", "rwkv")

@@ -22,6 +22,7 @@ from transformers import (
 import longctx
 from longctx.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("reference_kernels")
 TELLING = (
     *("bloom", "cohere", "deepseek_v3", "deepseek_v4", "doge", "falcon", "falcon_h1", "gemma2"),
     *("gemma3n_text", "gemma4_text", "gpt2", "gpt_neox", "gpt_oss", "jamba", "minimax", "mpt"),

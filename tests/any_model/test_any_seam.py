@@ -17,6 +17,7 @@ from longctx.errors import UserError
 from longctx.train.lora.peft_adapters import add_adapters
 from longctx.train.options.config import ModelArguments
 
+pytestmark = pytest.mark.usefixtures("reference_kernels")
 OWN = dict(any_model=True, attn_backend="sdpa")
 
 

@@ -421,8 +421,9 @@ def test_what_ci_runs_is_what_contributing_says() -> None:
     ran = (ROOT / ".ci/run").read_text()
     said = (ROOT / "CONTRIBUTING.md").read_text()
     paragraph = next(p for p in said.split("\n\n") if p.startswith("`.ci/run`"))
-    for command in ("ruff", "mypy", "pytest -n 2 --dist loadfile"):
+    for command in ("ruff", "mypy", 'pytest -n 2 --dist loadfile -m "not ci"', "-m ci"):
         assert command in ran and command in paragraph
+    assert 'pytest -n 2 --dist loadfile -m "not ci"' in (ROOT / "README.md").read_text()
     assert "does all of this" not in paragraph
     for command in ("run_all.py", "pre-commit"):
         assert command not in ran and command in paragraph.split("neither")[1]

@@ -176,6 +176,7 @@ def test_trained_weights_beside_adapters() -> None:
 UP = "base_model.model.model.layers.1.mlp.up_proj"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_autocast_over_fp32_weights(family) -> None:
     settings = dict(offload_activations="all", tile_tokens=31, head_groups=2)

@@ -36,6 +36,7 @@ def wrapped(family: str, settings: dict[str, Any] | None = None) -> tuple[Any, A
     return Autocast(naive, enabled=False), Autocast(naive), Autocast(ours)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "family",
     ["qwen3", "granite", "olmo3", "gemma2", "starcoder2", "cohere", "qwen3_5_text-attention"],

@@ -95,6 +95,7 @@ def follow(model, ids: torch.Tensor) -> None:
         gate.forward = forward
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "keep"),
     [

@@ -15,6 +15,8 @@ from longctx.head.pieces import _pieces
 from longctx.kernels.scale import scale_into, scale_reference
 
 IGNORED = -100
+PLAIN = pytest.mark.usefixtures("reference_kernels")
+"""Takes the torch references: kernels have tests of their own, and `test_exact` runs both."""
 
 
 def _inputs(T: int, D: int, V: int, dtype: torch.dtype, ignored: float = 0.0, scale: float = 1.0):
@@ -75,6 +77,7 @@ def test_exact(T, D, V, ignored, dtype):
     _check(*_inputs(T, D, V, dtype, ignored))
 
 
+@PLAIN
 @pytest.mark.parametrize("dtype", WIDTHS)
 @pytest.mark.parametrize(
     "chunk", [1, 40_000, 400_000]
@@ -83,6 +86,7 @@ def test_chunks_change_nothing(chunk, dtype):
     _check(*_inputs(150, 48, 500, dtype, ignored=0.2), chunk=chunk)
 
 
+@PLAIN
 @pytest.mark.parametrize(
     "options",
     [
@@ -132,6 +136,7 @@ EACH = {
 }
 
 
+@PLAIN
 @pytest.mark.parametrize("frozen", [(), ("weight", "bias"), ("hidden",)], ids=str)
 @pytest.mark.parametrize("case", EACH)
 def test_losses_by_themselves(case, frozen):
@@ -275,6 +280,7 @@ def test_one_label_in_a_batch():
     _check(hidden.view(2, 15, 512), weight, labels)
 
 
+@PLAIN
 def test_the_count_is_exact():
     """257 has no bf16 representation (256 has): the loss of equal rows is that of one row."""
     hidden, weight, _ = _inputs(1, 8, 16, torch.bfloat16)
@@ -321,6 +327,7 @@ def test_the_last_scaling_rounds_once(dtype):
         scale_into(x.t(), scale, x.t())
 
 
+@PLAIN
 @pytest.mark.parametrize(
     ("dtype", "ignored", "frozen"), pairs(WIDTHS, [0.0, 0.4], [None, "hidden", "weight"])
 )

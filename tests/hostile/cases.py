@@ -111,8 +111,8 @@ class Case:
 
     @property
     def of_options(self) -> bool:
-        """Refused for its options: tests/train/options/test_config.py takes all of these without a
-        run."""
+        """Refused for its options: tests/train/options/test_config.py tries the rules of these
+        without a run."""
         refused = self.expected.one_line and not self.circumstances
         return self.table in ("flags", "recipes") and refused
 

@@ -31,8 +31,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def sample() -> list[Case]:
-    """Every SAMPLED-th case of each table that a warm process can run, but for those of which
-    tests/train/options/test_config.py takes all."""
+    """Every SAMPLED-th case of each table that a warm process can run, but for those whose rules
+    tests/train/options/test_config.py tries."""
     seen: Counter[str] = Counter()
     chosen = []
     for case in CASES:

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from paths import PYTHONPATH
 
+pytestmark = pytest.mark.ci
 ACTIVATED = (("swiglu", "silu", True, 1.0), ("geglu", "gelu_tanh", True, 1.0))
 ACTIVATED += (("scaled_swiglu", "silu", True, 0.7), ("output_gate", "sigmoid", True, 1.0))
 ACTIVATED += (("relu2", "relu2", False, 1.0), ("gelu_tanh", "gelu_tanh", False, 1.0))

@@ -45,6 +45,7 @@ def test_another_listener_hears_as_much_as_before(monkeypatch, capsys) -> None:
     assert heard == [{"cache_hit": True, "src": "a"}, {"cache_hit": False, "src": "b"}]
 
 
+@pytest.mark.ci
 def test_the_second_process_finds_what_the_first_compiled(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="needs triton: pip install triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -23,6 +23,7 @@ from torch import Tensor
 from exactness import FACTOR, FLOOR, relative_error
 from longctx.kernels.adamw import split_master
 
+pytestmark = pytest.mark.ci
 WORDS = "--max_steps 4 --dtype bfloat16 --lr_scheduler_type cosine --save_total_limit 0"
 WEIGHTS = "model.safetensors"
 ACCUMULATED = "--gradient_accumulation_steps 2"

@@ -22,6 +22,7 @@ from longctx.train.engines import lost_ranks as peers
 from longctx.train.engines.lost_ranks import end_with_peers
 from longctx.train.program import program
 
+pytestmark = pytest.mark.ci
 TIMEOUT_S = 30
 """Longer than any of this takes, and far below --ddp_timeout."""
 

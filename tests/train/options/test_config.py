@@ -119,31 +119,42 @@ SMALL_RUN = (
     "--model_name_or_path BASE/model --train_file BASE/data --use_cpu true --seq_len 64 "
     "--learning_rate 0.003 --max_steps 2 --save_steps 2 --output_dir FOLDER/run"
 ).split()
-REFUSED = [case for case in CASES if case.of_options]
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.id)
+def refused() -> list[Case]:
+    """The flags and recipes that the hostile suite refuses, one for each rule. NaN and infinity are
+    a rule each, whatever the option, and so is each message about a recipe; each option has a range
+    of its own, and all values outside of it are tried."""
+    chosen: dict[tuple[str, str], Case] = {}
+    for case in CASES:
+        if case.of_options and not case.expected.later:
+            rule = case.expected.says if case.table == "recipes" else case.name
+            if number := re.search(r"\b(?:nan|inf)\b", case.name):
+                rule = number[0]
+            chosen.setdefault((case.table, rule), case)
+    return [*chosen.values()]
+
+
+@pytest.mark.parametrize("case", refused(), ids=lambda case: case.id)
 def test_options_that_the_hostile_suite_refuses(case: Case, tmp_path: Path) -> None:
-    """All of its flags and recipes, without the run that each would begin."""
+    """Without the run that each would begin."""
     folder, base = tmp_path / "case", tmp_path / "base"
     folder.mkdir()
     base.mkdir()
     words = with_words(SMALL_RUN, case.make(folder))
     words = [w.replace("FOLDER", str(folder)).replace("BASE", str(base)) for w in words]
-    if case.expected.later:
-        parse_args(words)
-        return
     with pytest.raises(UserError) as error:
         parse_args(words)
     assert re.search(case.expected.says, str(error.value))
 
 
-@pytest.mark.parametrize("option", sorted(NOT_OURS))
-def test_what_transformers_offers_and_a_run_refuses(option: str) -> None:
+def test_what_transformers_offers_and_a_run_refuses() -> None:
     """Through the dataclass, as the flags of some are words and of others yes or no."""
-    default = TrainArguments.__dataclass_fields__[option].default
-    with pytest.raises(UserError, match=f"--{option} .*(leave it out|use|uploads|examines)"):
-        TrainArguments(use_cpu=True, **{option: ["x"] if option.startswith("inc") else not default})
+    for option in NOT_OURS:
+        default = TrainArguments.__dataclass_fields__[option].default
+        value = ["x"] if option.startswith("inc") else not default
+        with pytest.raises(UserError, match=f"--{option} .*(leave it out|use|uploads|examines)"):
+            TrainArguments(use_cpu=True, **{option: value})
 
 
 EVAL = "--eval_file e.txt --eval_strategy steps "
@@ -344,17 +355,25 @@ def test_recipes_mean_what_is_written(tmp_path: Path, text: str, option: str, me
     assert getattr(parse_args(["--config", str(recipe), *CPU])[2], option) == means
 
 
-@pytest.mark.parametrize("option", ["config", "deepspeed", "fsdp_config", "accelerator_config"])
+KINDS_OF_FILES = {
+    "/dev/zero": "is not a regular file",
+    "/dev/stdin": "is not a regular file|cannot read",
+    "FOLDER": "is not a regular file",
+    "FOLDER/fifo": "is not a regular file",
+    "FOLDER/none": "No such file",
+    "FOLDER/large": "is a file of 2 MiB",
+    "FOLDER/bytes": "is not UTF-8 text",
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("option", "kind", "message"),
     [
-        ("/dev/zero", "is not a regular file"),
-        ("/dev/stdin", "is not a regular file|cannot read"),
-        ("FOLDER", "is not a regular file"),
-        ("FOLDER/fifo", "is not a regular file"),
-        ("FOLDER/none", "No such file"),
-        ("FOLDER/large", "is a file of 2 MiB"),
-        ("FOLDER/bytes", "is not UTF-8 text"),
+        *(("config", *rule) for rule in KINDS_OF_FILES.items()),
+        *(
+            (option, "/dev/zero", "is not a regular file")
+            for option in ("deepspeed", "fsdp_config", "accelerator_config")
+        ),
     ],
 )
 def test_files_of_options_are_small_and_end(tmp_path, option, kind, message) -> None:

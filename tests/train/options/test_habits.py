@@ -17,13 +17,12 @@ OURS = {f.name for kind in (ModelArguments, DataArguments, TrainArguments) for f
 NAMES = OURS - NOT_OURS.keys() | {"config"}
 
 
-@pytest.mark.parametrize("habit", HABITS)
-def test_a_habit_names_options_that_there_are(habit: str) -> None:
-    says = HABITS[habit]
-    assert habit not in NAMES and habit == habit.lower()
-    named = set(re.findall(r"--(\w+)", says))
-    assert named <= NAMES
-    assert named or "leave it out" in says
+def test_habits_name_options_that_there_are() -> None:
+    for habit, says in HABITS.items():
+        assert habit not in NAMES and habit == habit.lower(), habit
+        named = set(re.findall(r"--(\w+)", says))
+        assert named <= NAMES, habit
+        assert named or "leave it out" in says, habit
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def longctx(module: str, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.ci
 def test_the_module_is_the_command() -> None:
     usage = longctx("longctx")
     assert (usage.returncode, usage.stderr) == (0, "")
@@ -64,6 +65,7 @@ def test_what_people_try_first(capsys) -> None:
         cli.run(["TRAIM"])
 
 
+@pytest.mark.ci
 def test_python_without_docstrings_is_one_line() -> None:
     """transformers makes its docstrings from others, and raises a ValueError without them."""
     command = [sys.executable, "-OO", "-m", "longctx", "train", "--preset", "tiny"]
@@ -112,6 +114,7 @@ print("collects", gc.isenabled())
 """
 
 
+@pytest.mark.ci
 def test_a_plan_imports_no_engine_no_trainer_no_text_and_no_figure() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
