@@ -4,7 +4,9 @@
 
 Left, QLoRA of one row, by its length, from the rows of one machine in
 profiling/results/h100_everyday.json: a bar is the fastest of a side's settings that fit, with its
-peak memory. Right, steps of 131072 tokens on H200s, from h200_claims.json and h200_dpo_pair.json.
+peak memory. Right, steps of 131072 tokens on H200s, from h200_claims.json and h200_dpo_pair.json:
+a peer has a bar for its fastest settings and one for those that take the least memory. Bars of a
+group are of one machine but for those with a star. Adapters of PEFT are in bf16 but for TRL's.
 """
 
 from __future__ import annotations
@@ -46,22 +48,47 @@ def fastest(side: str) -> list[Row]:
     ]
 
 
+NAMES = {
+    ("liger", "selective", True): "PEFT + Liger: selective, to the host",
+    ("liger", "selective", False): "PEFT + Liger: selective, on the GPU",
+    ("liger", "layers", True): "PEFT + Liger: layers, to the host",
+    ("unsloth", "unsloth", False): "Unsloth",
+    ("unsloth", "unsloth", True): "Unsloth: tiled MLP",
+}
+"""A peer, what its layers keep, and whether it is offloaded or in tiles -> its name."""
+
+
+def name_of(row: Row, commit: str | None) -> str:
+    """What a bar says of its row, with a star if that is of another commit than `commit`, and so
+    of another machine."""
+    star = " *" if row.get("of_commit") != commit else ""
+    peer = (row["side"], row["checkpointing"], row["offload"] or row["tiled_mlp"])
+    return NAMES[peer] + star
+
+
+def beside(case: str, ours: str) -> list[tuple[str, Row]]:
+    """Returns our row of 131072 tokens within a budget, and of each peer on `case` its fastest and
+    the one that takes the least memory."""
+    ran = [row for row in rows_of("h200_claims") if row["status"] == "ok"]
+    (own,) = (row for row in ran if (row["case"], row["side"]) == (ours, "custom"))
+    found = [("longctx", own)]
+    for side in ("liger", "unsloth"):
+        rows = [row for row in ran if (row["case"], row["side"]) == (case, side)]
+        best = [min(rows, key=lambda row: row[key]) for key in ("step_s", "peak_gib") if rows]
+        found += [(name_of(row, own.get("of_commit")), row) for row in best]
+    return found
+
+
 def at_length() -> list[tuple[str, list[tuple[str, Row]]]]:
     """Returns rows, ours first and then those of peers, by what is trained."""
-
-    def of(rows: list[Row], **fields: Any) -> Row:
-        ran = (row for row in rows if row["status"] == "ok")
-        return next(row for row in ran if all(row.get(k) == v for k, v in fields.items()))
-
-    claims, dpo = rows_of("h200_claims"), rows_of("h200_dpo_pair")
-    qlora = [
-        ("longctx", of(claims, case="qlora:131072@12")),
-        ("PEFT + Liger, fastest", of(claims, side="liger", checkpointing="selective")),
-        ("PEFT + Liger, least memory", of(claims, case="qlora:131072", checkpointing="layers")),
-        ("Unsloth", of(claims, case="qlora:131072", side="unsloth")),
+    ran = [row for row in rows_of("h200_dpo_pair") if row["status"] == "ok"]
+    words = {"custom": "longctx", "trl": "TRL: layers, to the host, fp32"}
+    dpo = [(words[row["class_type"]], row) for row in ran]
+    return [
+        ("QLoRA", beside("qlora:131072", "qlora:131072@12")),
+        ("LoRA", beside("lora:131072", "lora:131072@24")),
+        ("DPO pair,\nLoRA", dpo),
     ]
-    of_trl = [("longctx", of(dpo, class_type="custom")), ("TRL", of(dpo, class_type="trl"))]
-    return [("QLoRA", qlora), ("DPO pair,\nLoRA", of_trl)]
 
 
 def draw_short(axes: Any) -> None:
@@ -92,18 +119,18 @@ def draw_long(axes: Any) -> None:
             said = f"{row['step_s']:.1f} s, {row['peak_gib']:.0f} GiB of the GPU"
             if row.get("host_gib"):
                 said += f", {row['host_gib']:.0f} of the host"
-            axes.text(row["step_s"] + 1, y, said, va="center", fontsize=8)
+            axes.text(row["step_s"] + 1, y, said, va="center", fontsize=7.5)
             ticks.append((y, name))
             y += 1
-        axes.text(-78, (first + y - 1) / 2, what, va="center", ha="right", fontsize=9)
+        axes.text(-92, (first + y - 1) / 2, what, va="center", ha="right", fontsize=9)
         y += 0.5
     axes.set_yticks([y for y, _ in ticks], [name for _, name in ticks], fontsize=8)
-    axes.set(xlabel="seconds of a step", xlim=(0, 175))
-    axes.set_title("131072 tokens, Llama-3.1-8B, H200", fontsize=10)
+    axes.set(xlabel="seconds of a step", xlim=(0, 178))
+    axes.set_title("131072 tokens, Llama-3.1-8B, H200 (*: not longctx's machine)", fontsize=10)
 
 
 def main() -> None:
-    figure, panels = pyplot().subplots(1, 2, figsize=(11, 3.6), width_ratios=(1, 1.15))
+    figure, panels = pyplot().subplots(1, 2, figsize=(12, 4.0), width_ratios=(1, 1.15))
     for axes, draw in zip(panels, (draw_short, draw_long), strict=True):
         draw(axes)
         axes.spines[["top", "right"]].set_visible(False)

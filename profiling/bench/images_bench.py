@@ -1,7 +1,7 @@
 """Times steps of a vision-language model on rows with the frames of a video, one process a case.
 
     python profiling/bench/images_bench.py --output profiling/results/h100_images.json
-    python profiling/bench/images_bench.py --case side=liger,checkpointing=layers,frames=256
+    python profiling/bench/images_bench.py --case side=liger,checkpointing=selective,frames=256
     python profiling/bench/images_bench.py --cases hour --output profiling/results/h200_images.json
 
 The model has the sizes of Qwen3-VL-8B and random weights, adapters of rank 16 on all maps of its
@@ -13,13 +13,15 @@ has labels. Sides:
 
     custom    longctx.patch, which keeps what memory allows
     liger     Liger-Kernel's layers and loss, flash-attn-4 in the language model
-    vanilla   Hugging Face's, the same attention
+    vanilla   Hugging Face's, with that attention
 
-Peers keep what `checkpointing` says of each layer (none, layers). All have torch's fused AdamW in a
-loop that does nothing but train (step_clock.py), and `states=exact` gives ours longctx.exact_adamw,
-with which weights may wait on the host within the budget. `step_s` is the median of `--repeats`
-steps after one more; `peak_gib` and `reserved_gib` are theirs, `tokens` the row's. `idle` is what
-two further steps show, where `--repeats` is not 1.
+Peers keep what `checkpointing` says of each layer (none, layers, selective), with `offload=all` in
+host memory (peers.py). Adapters are in fp32, as PEFT makes them and as ours always are;
+`adapters=bf16` casts a peer's. All have torch's fused AdamW in a loop that does nothing but train
+(step_clock.py), and `states=exact` gives ours longctx.exact_adamw, with which weights may wait on
+the host within the budget. `step_s` is the median of `--repeats` steps after one more; `peak_gib`
+and `reserved_gib` are theirs, `host_gib` is what the process then holds of the host's memory, and
+`tokens` are the row's. `idle` is what two further steps show, where `--repeats` is not 1.
 
 Predicted, on an H200: 256 frames of 448 pixels, 27K tokens, 2.4 s; of 768 pixels, 75K tokens, 13 s;
 the hour, 160K tokens, 48 s in 24 GiB.
@@ -30,12 +32,12 @@ from __future__ import annotations
 import copy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.constants import GIB
+from longctx.memory.machine import held_host_bytes
 from longctx.train.options.source import PRESETS
 from profiling.bench import runner
 from profiling.bench.runner import Case, Row, rounded, until_out_of_memory
@@ -50,6 +52,8 @@ MERGE: int = QWEN3_VL_8B["vision_config"]["spatial_merge_size"]
 DEFAULTS: Case = {
     "side": "custom",
     "checkpointing": None,
+    "offload": "none",
+    "adapters": "fp32",
     "frames": 256,
     "pixels": 448,
     "lora": 16,
@@ -58,7 +62,11 @@ DEFAULTS: Case = {
     "gpu_gib": 0,
     "states": "torch",
 }
-PEERS = [dict(side=side, checkpointing="layers") for side in ("liger", "vanilla")]
+PEERS: list[Case] = [
+    dict(side="liger", checkpointing="selective", adapters="bf16"),
+    dict(side="liger", checkpointing="layers", offload="all", adapters="bf16"),
+]
+"""The peer's settings for time and for memory."""
 PUBLISHED = [
     {**sides, "frames": frames, "pixels": pixels}
     for frames, pixels in ((256, 448), (256, 768))
@@ -98,7 +106,8 @@ def made(case: Case, sizes: dict[str, Any], device: str, dtype: Any) -> Any:
     from longctx.families.families import base_of
     from longctx.families.vision import towers
     from longctx.train.lora.quantise import quantise_
-    from profiling.bench.peers import keep
+    from profiling.bench.everyday_peers import cast_trained
+    from profiling.bench.peers import attend_by_documents, keep
 
     config = AutoConfig.for_model("qwen3_vl", **copy.deepcopy(sizes))
     attention = "flash_attention_4" if device == "cuda" else "sdpa"
@@ -118,12 +127,26 @@ def made(case: Case, sizes: dict[str, Any], device: str, dtype: Any) -> Any:
     inner = model.get_base_model()
     for _, tower in towers(inner):
         tower.requires_grad_(case["tower"])
+    if case["adapters"] == "bf16":
+        cast_trained(model, dtype)
     if case["side"] == "custom":
         longctx.patch(model)
     else:
         base: Any = base_of(inner)
-        keep(SimpleNamespace(base_model=base), case["checkpointing"] or "none", offload=False)  # type: ignore[arg-type]
+        base.register_forward_pre_hook(one_document, with_kwargs=True)
+        attend_by_documents(base)
+        keep(base, case["checkpointing"] or "none", case["offload"] != "none")
     return model.train()
+
+
+def one_document(module: Any, args: Any, kwargs: Case) -> tuple[Any, Case]:
+    """Adds the bounds of a row to the arguments of a language model. Positions, which have an axis
+    each for frames, height and width, do not say them."""
+    import torch
+
+    tokens, device = kwargs["inputs_embeds"].shape[1], kwargs["inputs_embeds"].device
+    bounds = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    return args, {**kwargs, "cu_seq_lens_q": bounds, "max_length_q": tokens}
 
 
 def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
@@ -148,6 +171,7 @@ def measured(case: Case, sizes: dict[str, Any], device: str, dtype: Any, repeats
         time_loop(model, [given], clock, autocast=False, optimizer=optimizer)
         row |= clock.columns()
         row["tokens_per_s"] = row["tokens"] / row["step_s"]
+        row["host_gib"] = held_host_bytes() / GIB
     return rounded(row | outcome)
 
 

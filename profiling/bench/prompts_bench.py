@@ -18,13 +18,15 @@ class_type `custom` patches the model with share_prefixes; its GRPO has exact Ad
 as one batch of all answers. `gpu_gib` is what exact AdamW plans with; what TRL's head takes for the
 hidden states of all rows comes on top, so nothing enforces it here. `trl` is the trainer as it is,
 on flash-attn-4: it has its fused lm_head, checkpointing `layers`, `selective` (TRL's own, for which
-attention is an operator of torch) or `offloaded` (layers, with what they keep in host
-memory: its activation_offloading), AdamW in bf16, and `rows` rows of a batch, which add up. With
+attention is an operator of torch), `offloaded` (layers, with what they keep in host memory: its
+activation_offloading) or `selective_offloaded` (both: layers' inputs wait on the host, attention's
+outputs on the GPU), AdamW in the adapters' dtype, and `rows` rows of a batch, which add up.
+`adapters=bf16` casts what PEFT makes in fp32, which spares it two casts a map. With
 `reference=given` a pair comes with its reference's log-probabilities, as after TRL's
 precompute_ref_log_probs; otherwise each step of `dpo` computes them.
 
 `step_s` is the mean of `--repeats` after one more, `peak_gib` and `reserved_gib` are their peaks,
-`loss` is the last one's.
+`host_gib` is what the process then holds of the host's memory, and `loss` is the last one's.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import longctx
 from longctx.constants import GIB, IGNORE_INDEX
+from longctx.memory.machine import held_host_bytes
 from profiling.bench import runner
+from profiling.bench.everyday_peers import cast_trained
 from profiling.bench.peers import attend_by_documents
 from profiling.bench.runner import Case, Row, rounded, until_out_of_memory
 from profiling.bench.trl_bench import tokenizer
@@ -66,6 +70,7 @@ DEFAULTS: Case = {
     "checkpointing": None,
     "gpu_gib": None,
     "reference": "computed",
+    "adapters": "fp32",
 }
 _PAIR_8K: Case = dict(task="dpo", prompt=7168)
 _LONG: Case = dict(prompt=130048, rank=0)
@@ -88,8 +93,8 @@ _PAIR_128K: Case = dict(task="dpo", prompt=130048, reference="given")
 PAIR_128K: list[Case] = [
     dict(_PAIR_128K),
     *(
-        dict(_PAIR_128K, class_type="trl", checkpointing=checkpointing)
-        for checkpointing in ("offloaded", "selective")
+        dict(_PAIR_128K, class_type="trl", checkpointing=checkpointing, adapters="bf16")
+        for checkpointing in ("offloaded", "selective_offloaded", "selective")
     ),
 ]
 
@@ -118,7 +123,7 @@ def make_model(case: Case) -> PreTrainedModel:
     if torch.cuda.is_available():
         attend_by_documents(model)
     model.base_model.register_forward_pre_hook(without_mask, with_kwargs=True, prepend=True)
-    if case["checkpointing"] == "selective":
+    if case["checkpointing"].startswith("selective"):
         from trl.models import enable_selective_activation_checkpointing
 
         enable_selective_activation_checkpointing(model)
@@ -213,13 +218,15 @@ def time_dpo(case: Case, clock: Clock) -> float:
                 per_device_train_batch_size=1,
                 max_length=None,
                 beta=BETA,
-                activation_offloading=case["checkpointing"] == "offloaded",
+                activation_offloading=(case["checkpointing"] or "").endswith("offloaded"),
             ),
             train_dataset=datasets.Dataset.from_list(rows),
             processing_class=tokenizer(),
             peft_config=LoraConfig(r=case["rank"], target_modules="all-linear", lora_dropout=0.0),
         )
         trainer.precompute_ref_logps = given
+        if case["adapters"] == "bf16":
+            cast_trained(trainer.model, torch.bfloat16)
         return train(trainer, clock)
 
 
@@ -271,6 +278,8 @@ def time_grpo(case: Case, clock: Clock) -> float:
 
 
 _PARTS = ("prompt", "completion")
+_USUAL: Case = {"reference": "computed", "adapters": "fp32"}
+"""What older rows do not name."""
 
 
 def arguments(case: Case, folder: str, steps: int) -> dict[str, Any]:
@@ -312,6 +321,7 @@ class Clock(TrainerCallback):
                 torch.cuda.reset_peak_memory_stats()
         elif self.steps == 1 + self.repeats:
             self.row: Row = {"step_s": (time.perf_counter() - self.begin) / self.repeats}
+            self.row["host_gib"] = held_host_bytes() / GIB
             if on_gpu:
                 self.row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
                 self.row["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
@@ -334,7 +344,7 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
     loss = float("nan")
     with until_out_of_memory() as outcome:
         loss = TASKS[case["task"]](case, clock)
-    keys = {key: value for key, value in case.items() if key != "reference" or value == "given"}
+    keys = {key: value for key, value in case.items() if key not in _USUAL or value != _USUAL[key]}
     if outcome["status"] == "oom":
         return [{**keys, **outcome}]
     return [rounded({**keys, **clock.row, "loss": loss, **outcome})]

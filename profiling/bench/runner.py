@@ -214,10 +214,22 @@ def run_child(command: list[str], timeout_s: float | None = None) -> list[Row]:
 def child_lines(command: list[str], timeout_s: float | None = None) -> tuple[list[list[Row]], str]:
     """The rows of each line of rows that a child prints until it ends or is late, and which of
     the two it was."""
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    return lines_of(start_child(command), timeout_s)
+
+
+def start_child(command: list[str]) -> subprocess.Popen[str]:
+    """A child whose rows `lines_of` takes. What it reads from stdin comes from there."""
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return subprocess.Popen(command, **pipes, text=True, start_new_session=True)  # type: ignore[call-overload]
+
+
+def lines_of(
+    child: subprocess.Popen[str], timeout_s: float | None = None
+) -> tuple[list[list[Row]], str]:
+    """Gives a child the line that it may be waiting for, and returns what `child_lines` does."""
     printed = None
     try:
-        printed, _ = child.communicate(timeout=timeout_s)
+        printed, _ = child.communicate("\n", timeout=timeout_s)
         reason = f"exit code {child.returncode}"
     except subprocess.TimeoutExpired:
         reason = f"not done after {timeout_s:.0f} s"

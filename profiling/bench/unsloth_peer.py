@@ -90,7 +90,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def main(job: str) -> None:
+def main(job: str, ahead: bool) -> None:
     # It would write what it compiles into the working directory.
     os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", tempfile.mkdtemp(prefix="unsloth_compiled_"))
     sys.path[0] = str(ROOT)  # beside this file are names that other packages have, too
@@ -100,8 +100,8 @@ def main(job: str) -> None:
     from profiling.bench.everyday_peers import Peer
 
     peer = Peer(load=load, autocast=True)
-    everyday_bench.child(job, {"unsloth": peer}, versions())
+    everyday_bench.child(job, {"unsloth": peer}, versions(), ahead)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], ahead="--ahead" in sys.argv)

@@ -307,7 +307,7 @@ def test_the_first_ratios_are_those_of_their_rows() -> None:
         for share in re.findall(r"(\d+)% of the VRAM", gain):
             theirs, own = (float(re.search(r"([\d.]+) GiB", x)[1]) for x in (peer, ours))
             assert round(100 * own / theirs) == int(share), line
-    assert len(found) == 5
+    assert len(found) == 6
 
 
 def accuracy(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from profiling.bench import everyday_bench, everyday_peers, step_clock, unsloth_peer
+from profiling.bench import everyday_bench, everyday_peers, runner, step_clock, unsloth_peer
 from profiling.bench.everyday_bench import Job
 from profiling.bench.everyday_peers import PEERS, Case, Peer, Setting
 from profiling.results import read_rows
@@ -361,6 +361,51 @@ def test_a_process_that_measures_nothing_has_a_row(monkeypatch, tmp_path: Path) 
     assert commands[-1][:4] == ["bash", "-c", '. "$0" && exec "$@"', "env.sh"]
     assert Path(commands[-1][-2]).samefile(unsloth_peer.__file__)
     assert Job.parsed(commands[-1][-1]) == peer
+
+
+def test_a_process_that_was_started_ahead_imports_and_waits(monkeypatch) -> None:
+    """Another row is measured meanwhile. The line comes when its turn is there."""
+    happened: list[str] = []
+
+    def started(command: list[str]) -> str:
+        happened.append(f"start {Job.parsed(command[-2]).setting}")
+        assert command[-1] == "--ahead"
+        return happened[-1].split()[-1]
+
+    def lines(child: str, limit_s: float) -> tuple[list[Any], str]:
+        happened.append(f"turn of {child}")
+        return [], "exit code 1"
+
+    monkeypatch.setattr(everyday_bench, "start_child", started)
+    monkeypatch.setattr(everyday_bench, "lines_of", lines)
+    monkeypatch.setattr(everyday_bench, "child_lines", lambda *_: lines("first", 9))
+    words = ["--case", "qlora:2048", "--side", "liger", "--setting", "none,layers,selective"]
+    with pytest.raises(SystemExit, match="3 of 3 rows failed"):
+        everyday_bench.main([*words, "--ahead"])
+    assert happened == [
+        *("start layers", "turn of first"),
+        *("start selective", "turn of layers"),
+        "turn of selective",
+    ]
+
+
+def test_a_child_waits_for_its_turn(monkeypatch) -> None:
+    """It has imported what is there of what its side needs, and ends without a turn if the bench
+    has ended."""
+    name, lines = everyday_bench.IMPORTS_OF["custom"][-1], ["\n", ""]
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(everyday_bench, "IMPORTS", ("no_such_package", "json"))
+    monkeypatch.setitem(everyday_bench.IMPORTS_OF, "custom", (name,))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(readline=lambda: lines.pop(0)))
+    everyday_bench.wait_for_turn("custom")
+    assert name in sys.modules and lines == [""]
+    with pytest.raises(SystemExit, match="the bench has ended"):
+        everyday_bench.wait_for_turn("custom")
+
+
+def test_a_child_has_its_line_from_the_bench() -> None:
+    child = runner.start_child([sys.executable, "-c", "input(); print('[{\"n\": 1}]')"])
+    assert runner.lines_of(child, 60) == ([[{"n": 1}]], "exit code 0")
 
 
 def test_the_shell_file_sets_the_environment(tmp_path: Path) -> None:

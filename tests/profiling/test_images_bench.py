@@ -28,12 +28,17 @@ def small() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "side, states", [("custom", "torch"), ("custom", "exact"), ("vanilla", "torch")]
+    "side, states, kept",
+    [
+        ("custom", "torch", {}),
+        ("custom", "exact", {}),
+        ("vanilla", "torch", dict(checkpointing="layers", offload="all")),
+        ("vanilla", "torch", dict(checkpointing="selective", adapters="bf16")),
+    ],
 )
 @pytest.mark.parametrize("tower", [False, True])
-def test_a_row_of_frames(side, states, tower) -> None:
-    case = dict(side=side, states=states, frames=4, pixels=64, tower=tower)
-    case["checkpointing"] = None if side == "custom" else "layers"
+def test_a_row_of_frames(side, states, kept, tower) -> None:
+    case = dict(side=side, states=states, frames=4, pixels=64, tower=tower, **kept)
     case = images_bench.BENCH.case(case)
     row = images_bench.measured(case, small(), "cpu", torch.float32, 1)
     assert row["status"] == "ok" and row["tokens"] == 2 * (8 + 4) + 8
