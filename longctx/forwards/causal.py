@@ -89,7 +89,7 @@ def causal_forward(
         return _all_logits(self, call, targets)
     if reason := _why_all_logits(self, kwargs):
         decline(runtime, "all logits are computed", reason)
-        if self.training and runtime.label_smoothing:
+        if self.training and runtime.around.label_smoothing:
             raise UserError(f"--label_smoothing_factor is impossible with {reason}")
         return _all_logits(self, call, targets)
     return _in_chunks(self, call, targets)
@@ -170,8 +170,8 @@ def _in_chunks(
         num_items=num_items,
         logits_scaling=scaling,
         softcap=cap,
-        label_smoothing=runtime.label_smoothing if model.training else 0.0,
-        logits_bytes=runtime.cut and runtime.cut.logits_bytes,
+        label_smoothing=runtime.around.label_smoothing if model.training else 0.0,
+        logits_bytes=runtime.adopted.cut and runtime.adopted.cut.logits_bytes,
     )
     found: dict[str, Any] = {}
     if caller.balances:

@@ -90,7 +90,7 @@ def _of_embedding(base: Any, call: Call, runtime: Runtime) -> Tensor:  # (B, S, 
     graph would hold the output until backward ends, so it is cut off, unless an engine needs it."""
     given = call.inputs_embeds
     x: Tensor = embedding_of(base)(call.input_ids) if given is None else given
-    if runtime.needs_input_gradient and torch.is_grad_enabled() and not x.requires_grad:
+    if runtime.around.needs_input_gradient and torch.is_grad_enabled() and not x.requires_grad:
         return x.detach().requires_grad_()
     if given is not None:
         return x

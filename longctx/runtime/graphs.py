@@ -482,9 +482,9 @@ def graphed(
     the schedule covers the model is asked before anything is recorded, and by the caller after a
     replay."""
     graphs = graphs_of(runtime)
-    if runtime.no_graphs and torch.is_grad_enabled():
-        _say(runtime, f"no CUDA graphs: {runtime.no_graphs}")
-    if runtime.graphed and documents.parents and documents.keys is None:
+    if runtime.adopted.no_graphs and torch.is_grad_enabled():
+        _say(runtime, f"no CUDA graphs: {runtime.adopted.no_graphs}")
+    if runtime.adopted.graphed and documents.parents and documents.keys is None:
         _say(runtime, _APART)
     if graphs.given_up or not _is_asked(base, runtime, x, documents):
         graphs.make_room(x.device)
@@ -514,10 +514,10 @@ def graphs_of(runtime: Runtime) -> Graphs:
 def _is_asked(base: Any, runtime: Runtime, x: Tensor, documents: Documents) -> bool:
     """Whether a call may have a graph at all, as far as it differs between calls."""
     return (
-        runtime.graphed
+        runtime.adopted.graphed
         and torch.is_grad_enabled()
         and can_record(x)
-        and len(x) <= runtime.reserved_tokens
+        and len(x) <= runtime.adopted.tokens
         and not (documents.padding or documents.images)
         and (documents.keys is not None or not documents.parents)
         and not follows_positions(base)
