@@ -95,7 +95,7 @@ def build(preset: str, layers: int | None, peer: Row | None, tokens: int) -> Any
     torch.manual_seed(0)
     model = build_model(case, device=torch.device("cuda"))
     if peer is None:
-        model.longctx.strict = True
+        model.longctx.surround(strict=True)
     return model
 
 
@@ -134,10 +134,10 @@ def spend(model: Any, tokens: int, budget_bytes: int) -> Row:
     device, runtime = model.device, model.longctx
     capacity = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / capacity), device)
-    runtime.pending_bytes = _gradients
-    runtime.reserved_tokens = 0
+    runtime.surround(pending_bytes=_gradients)
+    runtime.forget()
     runtime.reserve(model, tokens)
-    return ladder_columns(runtime.store.ladder, runtime.cut)
+    return ladder_columns(runtime.store.ladder, runtime.adopted.cut)
 
 
 def _gradients(model: Any) -> Pending:

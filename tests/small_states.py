@@ -25,7 +25,7 @@ from longctx.memory.settle import HostRoom
 from longctx.memory.states import BlockSpec
 from longctx.memory.stream import StateStream
 from longctx.patching.patch import patch_as
-from longctx.runtime.runtime import patched_part
+from longctx.runtime.runtime import Adopted, patched_part
 from longctx.settings import PatchOptions
 
 TOKENS = 48
@@ -140,7 +140,7 @@ def place(
         kept_bytes=kept_bytes,
     )
     if runtime:
-        runtime.reserved_tokens = tokens
+        runtime.adopted = Adopted(tokens=tokens)
     room.settle(device, runtime.store if runtime else None, ladder)
     return Placed(module=module, room=room, stream=StateStream(room.blocks, device, piece))
 

@@ -207,7 +207,7 @@ def test_from_config() -> None:
     ours = longctx.AutoLongctxModelForCausalLM.from_config(tiny_config(), keep="x", strict=True)
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(tiny_config())
-    assert ours.longctx.args.keep == "x" and ours.model.longctx.strict
+    assert ours.longctx.args.keep == "x" and ours.model.longctx.around.strict
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(one, other)
     for call in (longctx.patch, longctx.AutoLongctxModelForCausalLM.from_config):

@@ -259,7 +259,7 @@ class WholeLoss:
             shift_labels.to(logits.device),
             ignore_index=ignore_index,
             reduction="mean" if num_items_in_batch is None else "sum",
-            label_smoothing=runtime.label_smoothing if model.training else 0.0,
+            label_smoothing=runtime.around.label_smoothing if model.training else 0.0,
         )
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(loss.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,14 +15,14 @@ from longctx.cost.sizes import Batch, Sizes
 from longctx.errors import UserError, print_rank0
 from longctx.memory.ladder import Budget, Step, choose, host_bytes
 from longctx.memory.levels import pending_levels
-from longctx.memory.pending import Pending, pending_bytes
 from longctx.memory.place import usable_bytes
 from longctx.memory.rates import gpu_rates
 from longctx.memory.store import ActivationStore, free_gpu_bytes
 from longctx.runtime.costs import StepTable
 from longctx.runtime.peers import as_measured, peer_backend, peer_sizes, trains_weights
 from longctx.runtime.runtime import NO_RATES
-from longctx.settings import PatchOptions, TaskName, scored_tokens
+from longctx.runtime.surroundings import Surroundings
+from longctx.settings import PatchOptions, scored_tokens
 
 NAME = "longctx_any"
 """The attribute of a patched model that holds its `AnyRuntime`."""
@@ -47,26 +47,27 @@ class AnyRuntime:
     store: ActivationStore
     loss: LossFactors | None
     """The factors of our loss; None: the model computes its own loss, over all logits."""
-    passes: int = 1
-    """The number of batches of a step."""
-    task: TaskName = "sft"
-    pending_bytes: Callable[[Any], Pending] = field(default_factory=lambda: _pending)
-    """Returns the bytes that the first step will also allocate on the GPU; engines set their own
-    function."""
+    around: Surroundings = field(default_factory=Surroundings)
     reserved_tokens: int = 0
     """Tokens of the longest batch for which the store has room."""
     checkpointing: bool = True
     """Whether layers are asked to run as checkpoints; trainers may switch it off."""
     checkpoints: int = 0
     """The number of layers that ran as checkpoints in the current forward."""
-    link_bytes: float | None = None
-    """Bytes per second over the link to the host, if processes have measured it together."""
     layers: Callable[[torch.dtype, torch.device, bool], tuple[Measured, ...] | str] | None = None
     """Measures the cost of each layer (measured.py); None: layers are counted as Llama's."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and files of the model have the options; memory and streams are made anew."""
         return _remake, (self.args, self.store.device.type, self.loss, self.layers)
+
+    def surround(self, **facts: Any) -> None:
+        """Tells what an engine or a trainer knows, by the names of `Surroundings`."""
+        self.around = replace(self.around, **facts)
+
+    def adopt(self, tokens: int) -> None:
+        """The store has room for batches of up to `tokens` tokens."""
+        self.reserved_tokens = tokens
 
     def begin(self, model: Any, x: Tensor | None) -> None:
         """Makes room for the inputs of a batch's layers, in training. `x` are the batch's tokens,
@@ -95,14 +96,14 @@ class AnyRuntime:
 
     def reserve(self, model: Any, tokens: int, host_room: int | None = None) -> None:
         """Decides where the inputs of layers wait, for batches of up to `tokens` tokens, and makes
-        room for them. `host_room` are the bytes that it may take of the host (default: its share of
-        what is free)."""
-        self.reserved_tokens = tokens
-        step, pending = self.step(model, tokens), self.pending_bytes(model)
+        room for them. `host_room`: bytes that it may take of the host (default: its share of what
+        is free)."""
+        self.adopt(tokens)
+        step, pending = self.step(model, tokens), self.around.pending_bytes(model)
         on_gpu = self.store.device.type == "cuda"
         free_bytes = usable_bytes(free_gpu_bytes(self.store.device)) if on_gpu else 0
         room = self.store.host_bytes() if host_room is None else host_room
-        levels = pending_levels(step.sizes.layers, *pending, accumulates=self.passes > 1)
+        levels = pending_levels(step.sizes.layers, *pending, accumulates=self.around.passes > 1)
         chosen = choose(step, [levels], Budget(free_bytes, room))
         self.store.reserve(chosen.ladder, host_bytes(step, chosen), room)
 
@@ -111,11 +112,11 @@ class AnyRuntime:
         device, dtype = self.store.device, model.dtype
         chunks = self.loss is not None
         sizes = peer_sizes(model, "any", dtype.itemsize, chunks_loss=chunks)
-        batch = Batch(tokens, tokens, self.passes, scored_tokens(self.task, tokens))
+        batch = Batch(tokens, tokens, self.around.passes, scored_tokens(self.around.task, tokens))
         offload, given, rates = self.args.offload_activations, None, NO_RATES
         if device.type == "cuda":
             how = dtype, peer_backend(model), tokens, *sizes.scores
-            rates = gpu_rates(device, *how, link_bytes=self.link_bytes)
+            rates = gpu_rates(device, *how, link_bytes=self.around.link_bytes)
             sizes = self._measured(sizes, dtype)
         else:
             cut = next(iter(sizes.cuts(tokens)))
@@ -155,10 +156,6 @@ def any_part(model: nn.Module) -> Any | None:
     """Returns the model that was patched as any model: this one, or one inside the wrappers of
     adapters or engines."""
     return next((part for part in model.modules() if any_runtime_of(part)), None)
-
-
-def _pending(model: Any) -> Pending:
-    return pending_bytes(model.parameters())
 
 
 def _remake(args: PatchOptions, device: str, loss: LossFactors | None, layers: Any) -> AnyRuntime:

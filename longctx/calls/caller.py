@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longctx.constants import IGNORE_INDEX
+from longctx.calls.labels import labels_on_padding
 
 
 class Caller:
@@ -80,17 +80,6 @@ def _masks_padding() -> bool:
             return bool(home.startswith("longctx."))
         frame = frame.f_back
     return False
-
-
-def labels_on_padding(labels: Tensor, mask: Any) -> bool:  # (B, S)
-    """Whether the output of padding is trained. With shifted labels this can be the last padding
-    token on the left, too. Labels of another shape than the mask's, as with `logits_to_keep`, may
-    be on padding."""
-    if not isinstance(mask, Tensor):
-        return False
-    if mask.shape != labels.shape:
-        return bool((mask == 0).any())
-    return bool(((labels != IGNORE_INDEX).to(mask.device) & (mask == 0)).any())
 
 
 def classifier_reads_padding(model: Any, inputs: Mapping[str, Any]) -> bool:

@@ -85,9 +85,13 @@ def copy_processor(model: Any, folder: Path) -> None:
             shutil.copyfile(found, folder / name)
 
 
-def sees_both_ways(joint: Any) -> bool:
+BOTH_WAYS = {"gemma3"}
+"""The `model_type`s whose tokens of an image attend to later ones of the same image, too."""
+
+
+def sees_both_ways(config: Any) -> bool:
     """Whether tokens of an image attend to later ones of the same image, too."""
-    return joint.config.model_type == "gemma3"
+    return config.model_type in BOTH_WAYS
 
 
 class SeenBothWays(dict[str, Any]):

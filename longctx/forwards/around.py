@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -20,7 +18,7 @@ from longctx.forwards.base import output_class
 from longctx.forwards.causal import as_causal, causal_forward
 from longctx.forwards.said import check_untraced, untraced
 from longctx.images.shared_images import own_features
-from longctx.runtime.runtime import Runtime, runtime_of
+from longctx.runtime.runtime import runtime_of
 
 
 @as_causal
@@ -46,7 +44,7 @@ def joint_forward(self: Any, *args: Any, caller: Caller | None = None, **kwargs:
         text |= {} if caller is None else caller.as_keyword(self.language_model)
         base: Any = base_of(self)
         factors = [embedding_multiplier(base, given=given) for given in (False, True)]
-        if (runtime.moves_weights or factors[0] != factors[1]) and "input_ids" in text:
+        if (runtime.around.moves_weights or factors[0] != factors[1]) and "input_ids" in text:
             # As with images: engines that gather weights have to see one order of calls, and some
             # language models multiply the tokens that they embed themselves.
             text["inputs_embeds"] = self.get_input_embeddings()(text.pop("input_ids"))
@@ -57,33 +55,20 @@ def joint_forward(self: Any, *args: Any, caller: Caller | None = None, **kwargs:
         names = {field.name for field in fields(kind)}
         return kind(**found) if names >= {field.name for field in fields(found)} else found
     why = None
-    if sees_both_ways(self):
+    if sees_both_ways(self.config):
         if runtime.shards is not None:
-            raise UserError("ranks cannot share rows with images that are seen both ways (Gemma 3)")
+            raise UserError("ranks cannot share rows with images that are seen both ways")
         why = images
         if _makes_no_cache(self, inputs):
             types = inputs.get(TOKEN_TYPES[0])
             masks = SeenBothWays(inputs.get("attention_mask"), types)
             try:
-                with _with_images(runtime, caller):
+                with runtime.handing(caller):
                     return type(self).forward(self, **inputs | {"attention_mask": masks})
             except NotScheduled as found:  # it needs masks, so that the tower runs once more
                 (why,) = found.args
-    with _with_images(runtime, caller, why), own_features(self, inputs, runtime.shards):
+    with runtime.handing(caller, why), own_features(self, inputs, runtime.shards):
         return type(self).forward(self, **inputs)
-
-
-@contextmanager
-def _with_images(
-    runtime: Runtime, caller: Caller | None, reason: str | None = None
-) -> Iterator[None]:
-    """Tells the language model what Hugging Face's joint does not hand on: who calls, and why
-    Hugging Face's layers are to run, if they are."""
-    runtime.caller, runtime.images = caller, reason
-    try:
-        yield
-    finally:
-        runtime.caller = runtime.images = None
 
 
 def _makes_no_cache(joint: Any, inputs: dict[str, Any]) -> bool:

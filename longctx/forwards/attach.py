@@ -60,9 +60,7 @@ def attach(model: Any) -> None:
     """Replaces Hugging Face's forwards by ours, also in modules that were exchanged since. A module
     with a forward of its own keeps it, and strangers.py names it."""
     runtime = known_runtime(base_of(model))
-    runtime.attach = attach
-    if model is not base_of(model):
-        runtime.whole = weakref.ref(model)  # what plans for lm_head, too
+    runtime.attached(attach, None if model is base_of(model) else model)
     vars(base_of(model))["_replicate_for_data_parallel"] = _no_replicas
     for module, function in _places(model):
         if not isinstance(module, nn.Module) or "forward" in vars(module):

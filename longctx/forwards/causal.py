@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from longctx.calls.caller import Caller, labels_on_padding
-from longctx.calls.hidden_states import asked as asked_states
-from longctx.calls.parents import PARENTS, check_labels
+from longctx.calls.call import Call
+from longctx.calls.caller import Caller
+from longctx.calls.labels import Labels, labels_on_padding
+from longctx.calls.parents import check_labels
 from longctx.calls.read_padding import refuse_gradient
 from longctx.calls.routing import auxiliary_factor, balance_loss
 from longctx.constants import IGNORE_INDEX
@@ -28,8 +29,9 @@ from longctx.families.strangers import (
     has_known_loss,
     why_not_chunked,
 )
-from longctx.forwards.base import DOUBLE, output_class
-from longctx.forwards.said import check_untraced, decline, say, untraced
+from longctx.forwards.base import output_class
+from longctx.forwards.covered import DOUBLE
+from longctx.forwards.said import check_untraced, decline, known_runtime, say, untraced
 from longctx.head.logits import lazy_logits
 from longctx.head.loss import RowCount
 from longctx.runtime.runtime import Runtime, runtime_of
@@ -65,103 +67,146 @@ def causal_forward(
 ) -> CausalLMOutputWithPast:
     """Runs Hugging Face's forward, except that with labels the loss is computed in chunks, and
     logits when they are read."""
-    inputs = dict(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        past_key_values=past_key_values,
-        inputs_embeds=inputs_embeds,
-        use_cache=use_cache,
-        **kwargs,
+    call = Call.of(
+        *(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache),
+        others=kwargs,
+        labels=Labels(
+            labels=labels,
+            shift_labels=shift_labels,
+            ignore_index=ignore_index,
+            num_items=num_items_in_batch,
+            logits_to_keep=logits_to_keep,
+        ),
     )
-    given: dict[str, Any] = dict(num_items_in_batch=num_items_in_batch, shift_labels=shift_labels)
-    given = {name: value for name, value in given.items() if value is not None}
-    if ignore_index != IGNORE_INDEX:
-        given["ignore_index"] = ignore_index
-    given |= dict(labels=labels, logits_to_keep=logits_to_keep)
     runtime = runtime_of(self)
     if runtime is None:  # unpatched, while others hold on to this forward inside one of theirs
-        return type(self).forward(self, **inputs, **given)
+        return type(self).forward(self, **call.arguments(), **call.labels.arguments())
     check_untraced()
     runtime.attach(self)
-    if kwargs.get(PARENTS) is not None and not runtime.args.schedules:
+    _check_parents(call, runtime)
+    targets = call.labels.targets(runtime.shards)
+    if targets is None or labels is None or call.labels.wants_logits:
+        return _all_logits(self, call, targets)
+    if reason := _why_all_logits(self, kwargs):
+        decline(runtime, "all logits are computed", reason)
+        if self.training and runtime.around.label_smoothing:
+            raise UserError(f"--label_smoothing_factor is impossible with {reason}")
+        return _all_logits(self, call, targets)
+    return _in_chunks(self, call, targets)
+
+
+def _check_parents(call: Call, runtime: Runtime) -> None:
+    """Raises UserError for documents with parents that the schedule does not run, or whose labels
+    no token can predict."""
+    if call.parents is None:
+        return
+    if not runtime.args.schedules:
         raise UserError("parents need the schedule, and this model has single parts")
-    if labels is not None and shift_labels is None and kwargs.get(PARENTS) is not None:
+    labels, ignored = call.labels.labels, call.labels.ignore_index
+    if labels is not None and call.labels.shift_labels is None:
         of_rows = runtime.shards.whole(labels) if runtime.shards else labels
-        check_labels(of_rows, kwargs.get("cu_seq_lens_q"), kwargs[PARENTS], ignore_index)
-    targets = shift_labels
-    if labels is not None and targets is None:
-        targets = _shifted(labels, runtime, ignore_index)
-    if targets is not None and ignore_index != IGNORE_INDEX:
-        targets = targets.masked_fill(targets == ignore_index, IGNORE_INDEX)
-    # Whoever reads hidden states beside the loss may read those of padding, and has a gradient.
-    shows_states = asked_states(self.config.get_text_config(), kwargs) is not None
-    trains_padding = targets is not None and labels_on_padding(targets, attention_mask)
-    reads_padding = None if labels is None or shows_states else trains_padding
-    wants_logits = not isinstance(logits_to_keep, int) or logits_to_keep != 0
-    whole = None if labels is None or wants_logits else _why_all_logits(self, kwargs)
-    if labels is None or wants_logits or whole:
-        if whole:
-            decline(runtime, "all logits are computed", whole)
-            if self.training and runtime.label_smoothing:
-                raise UserError(f"--label_smoothing_factor is impossible with {whole}")
-        caller = Caller(
-            reads_padding=reads_padding,
-            averages=labels is None and not wants_logits,
-        )
-        if labels is None or has_known_loss(self):  # another loss would get the keyword, too
-            inputs |= caller.as_keyword(self.model)
-        found: CausalLMOutputWithPast = type(self).forward(self, **inputs, **given)
-        if caller.padded and not wants_logits:
-            say(runtime, _MEANS if caller.averages else _ZERO)
-        return found
-    if use_cache is None:
-        inputs["use_cache"] = False  # with a cache Hugging Face does not look for documents
-    assert targets is not None
-    shards = runtime.shards
+        check_labels(of_rows, call.bounds, call.parents, ignored)
+
+
+def _reads_padding(call: Call, targets: Tensor | None) -> bool | None:  # (B, S)
+    """Whether hidden states of padding are read; None: the call stack says. Callers that read
+    hidden states beside the loss may read those of padding."""
+    if targets is None or call.labels.labels is None or call.states is not None:
+        return None
+    return labels_on_padding(targets, call.attention_mask)
+
+
+def _all_logits(
+    model: Any,
+    call: Call,
+    targets: Tensor | None,  # (B, S)
+) -> CausalLMOutputWithPast:
+    """Runs Hugging Face's forward over our base model, and says once what logits of padding are."""
+    labels, inputs = call.labels, call.arguments()
     caller = Caller(
-        owns_gradient=not shows_states and not any(map(_is_held, {self.model, base_of(self)})),
-        reads_padding=reads_padding,
-        balances=asks_for_router_logits(self.config, kwargs),
+        reads_padding=_reads_padding(call, targets),
+        averages=labels.labels is None and not labels.wants_logits,
     )
+    if labels.labels is None or has_known_loss(model):  # another loss would get the keyword, too
+        inputs |= caller.as_keyword(model.model)
+    kind: Any = type(model)
+    found: CausalLMOutputWithPast = kind.forward(model, **inputs, **labels.arguments())
+    if caller.padded and not labels.wants_logits:
+        say(known_runtime(model), _MEANS if caller.averages else _ZERO)
+    return found
+
+
+def _in_chunks(
+    model: Any,
+    call: Call,
+    targets: Tensor,  # (B, S)
+) -> CausalLMOutputWithPast:
+    """Runs the base model, then lm_head and the loss chunk by chunk. Logits are computed if they
+    are read."""
+    runtime, head = known_runtime(model), head_of(model)
+    is_held = call.states is not None or any(map(_is_held, {model.model, base_of(model)}))
+    caller = Caller(
+        owns_gradient=not is_held,
+        reads_padding=_reads_padding(call, targets),
+        balances=asks_for_router_logits(model.config, call.others),
+    )
+    # With a cache Hugging Face does not look for documents.
+    inputs = call.without_cache().arguments()
     if caller.balances:
         inputs["output_router_logits"] = False  # sums of them are enough (layer/balance.py)
     counted = RowCount(targets)
-    inputs |= caller.as_keyword(self.model)
-    base = self.model(**inputs, return_dict=True)  # a config may ask for tuples
+    inputs |= caller.as_keyword(model.model)
+    base = model.model(**inputs, return_dict=True)  # a config may ask for tuples
     hidden = base.last_hidden_state
-    parts = 1  # of the auxiliary loss: where the items of all ranks are counted, losses add up
-    if shards is not None and num_items_in_batch is not None:
-        parts = shards.ranks
-    elif shards is not None:
-        # The mean over the ranks is the loss, and so it is of their gradients.
-        count = (targets != IGNORE_INDEX).sum().to(hidden.device)
-        num_items_in_batch = shards.total(count).clamp(min=1) / shards.ranks
-    head, scaling, cap = head_of(self), logits_scaling(self), logits_cap(self)
+    num_items, parts = _items(call, targets, hidden, runtime)
     left_out = None
-    if attention_mask is not None and caller.padded:
-        left_out = partial(_say_left_out, runtime, attention_mask)
+    if call.attention_mask is not None and caller.padded:
+        left_out = partial(_say_left_out, runtime, call.attention_mask)
+    scaling, cap = logits_scaling(model), logits_cap(model)
     loss = head(
         hidden,
         labels=targets.to(hidden.device),
         counted=counted,
-        num_items=num_items_in_batch,
+        num_items=num_items,
         logits_scaling=scaling,
         softcap=cap,
-        label_smoothing=runtime.label_smoothing if self.training else 0.0,
-        logits_bytes=runtime.cut and runtime.cut.logits_bytes,
+        label_smoothing=runtime.around.label_smoothing if model.training else 0.0,
+        logits_bytes=runtime.adopted.cut and runtime.adopted.cut.logits_bytes,
     )
-    logits = partial(_logits, head, scaling, cap, left_out)
-    said: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     if caller.balances:
-        said["aux_loss"] = balance_loss(self, caller, base, attention_mask)
-        loss = loss + auxiliary_factor(self) / parts * said["aux_loss"].to(loss.device)
-    own: Any = type(self)
+        found["aux_loss"] = balance_loss(model, caller, base, call.attention_mask)
+        loss = loss + auxiliary_factor(model) / parts * found["aux_loss"].to(loss.device)
+    logits = partial(_logits, head, scaling, cap, left_out)
+    found |= dict(loss=loss, logits=lazy_logits(hidden, logits, _vocab(head), loss))
+    return _output(model, base, found)
+
+
+def _items(
+    call: Call,
+    targets: Tensor,  # (B, S)
+    hidden: Tensor,  # (B, S, D)
+    runtime: Runtime,
+) -> tuple[Any, int]:
+    """Returns the number of labels by which the loss is divided, and the parts in which the
+    auxiliary loss is added: where the items of all ranks are counted, losses add up."""
+    num_items, shards = call.labels.num_items, runtime.shards
+    if shards is None:
+        return num_items, 1
+    if num_items is not None:
+        return num_items, shards.ranks
+    # The mean over the ranks is the loss, and so it is of their gradients.
+    count = (targets != IGNORE_INDEX).sum().to(hidden.device)
+    return shards.total(count).clamp(min=1) / shards.ranks, 1
+
+
+def _output(model: Any, base: Any, found: dict[str, Any]) -> CausalLMOutputWithPast:
+    """Returns what was found, and what Hugging Face's model hands on of its base model's output, as
+    features of images."""
+    own: Any = type(model)
     kind: Any = output_class(own, CausalLMOutputWithPast)
-    # Hugging Face's model hands on what its base has found, as features of images.
     handed = {field.name: getattr(base, field.name, None) for field in fields(kind)}
-    lazy = lazy_logits(hidden, logits, _vocab(head), loss)
-    return cast(CausalLMOutputWithPast, kind(**handed | said | {"loss": loss, "logits": lazy}))
+    return cast(CausalLMOutputWithPast, kind(**handed | found))
 
 
 def as_causal(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,9 +259,3 @@ def _why_all_logits(model: Any, given: dict[str, Any]) -> str | None:
 def _is_held(module: nn.Module) -> bool:
     """Whether hooks of others see what the module returns."""
     return any(changing_hooks(module))
-
-
-def _shifted(labels: Tensor, runtime: Runtime, ignore_index: int) -> Tensor:  # (B, S)
-    if runtime.shards is not None:
-        return runtime.shards.shifted(labels, ignore_index)
-    return nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)

@@ -33,7 +33,7 @@ def decline(runtime: Runtime, what: str, reason: str) -> None:
     """Reports once what Hugging Face's code does instead of ours; in training `strict` forbids
     it."""
     line = _instead(what, reason)
-    if runtime.strict and torch.is_grad_enabled():
+    if runtime.around.strict and torch.is_grad_enabled():
         raise UserError(f"{line} (strict=True)")
     say(runtime, line)
 

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from longctx.cost.images import Images
 from longctx.families.adapters import inside_peft
 from longctx.families.classes import without_storage
+from longctx.families.vision import sees_both_ways
 from longctx.images.image_sizes import image_of, tower_sizes
 from longctx.images.tower import patches_of, tower_of, trains
 
@@ -72,10 +73,12 @@ def prepare(model: Any, runtime: Any, rows: Sequence[SeenTokens], rows_a_batch: 
     inner = inside_peft(model)
     config, tower = inner.config, tower_of(inner)
     group = patches_of(tower) if tower is not None and trains(tower) else 0
-    runtime.beside_bytes = image_bytes(
-        config, runtime.dtype, rows, rows_a_batch, trained_group=group
-    )
+    nbytes = image_bytes(config, runtime.dtype, rows, rows_a_batch, trained_group=group)
+    runtime.surround(image_bytes=nbytes, eager_images=why_eager(config))
+
+
+def why_eager(config: PretrainedConfig) -> str:
+    """Returns why no layer of a batch with images may be recorded as a CUDA graph; "" if it may."""
     if getattr(config.vision_config, "deepstack_visual_indexes", None):
-        runtime.eager_images = "images are added in several layers"
-    elif config.model_type == "gemma3":
-        runtime.eager_images = "images are seen both ways"
+        return "images are added in several layers"
+    return "images are seen both ways" if sees_both_ways(config) else ""

@@ -99,7 +99,7 @@ def exact_adamw(
         raise UserError("exact_adamw: no parameter of the model requires gradients")
     _check_free(trained)
     if patched := patched_part(model):
-        patched.longctx.passes = batches
+        patched.longctx.surround(passes=batches)
         if image_tokens:
             prepare(model, patched.longctx, [SeenTokens(image_tokens, image_tokens)], 1)
     on_gpu = torch.cuda.is_available()

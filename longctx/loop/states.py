@@ -102,7 +102,7 @@ def place_states(
         patched.longctx.adopt(decided.chosen, tokens)
         print_rank0(patched.longctx.describe(decided.sizes.vocab))
     if inputs is not None:
-        inputs.reserved_tokens = tokens
+        inputs.adopt(tokens)
         print_rank0(inputs.describe())
     limit_gpu(args.device, args.gpu_memory_gib)
     return StateStream(decided.host.blocks, args.device)
@@ -122,16 +122,14 @@ def _decided(
     """Returns the decision, by the count of the layers that run."""
     accumulates = args.gradient_accumulation_steps > 1
     if patched is None and (inputs := _keeps_inputs(model)) is not None:
-        inputs.link_bytes = link_bytes
-        inputs.passes, inputs.task = args.gradient_accumulation_steps, task
+        inputs.surround(link_bytes=link_bytes, passes=args.gradient_accumulation_steps, task=task)
         step = inputs.step(any_part(model), tokens)
     elif patched is None:
         step = _peer_step(model, args, tokens, task, link_bytes)
     else:
-        patched.longctx.link_bytes = link_bytes
+        patched.longctx.surround(link_bytes=link_bytes)
         step = patched.longctx.step(patched.longctx.sizes(patched), tokens)
         step = replace(step, again=patched.longctx.can_run_again(patched))
-        patched.longctx.reserved_tokens = tokens
     if given is not None:
         places = given.places_of(specs)
         return decide_as_given(

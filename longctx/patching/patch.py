@@ -156,7 +156,7 @@ def patch(
     base: Any = base_of(inner)
     patch_custom(inner, args, base.device)
     print_rank0(said_of(inner))
-    base.longctx.strict = strict
+    base.longctx.surround(strict=strict)
     if args.schedules:
         foretell(inner)
     return model
@@ -341,9 +341,9 @@ def patch_custom(model: PreTrainedModel, args: PatchOptions, device: torch.devic
     if args.parts is not None:
         check_parts("parts", args, base.config)
         attach_parts(model, args.parts)
-    runtime, _ = Runtime.make(args, base.config, device, base.dtype)
+    runtime = Runtime.make(args, base.config, device, base.dtype)
     base.longctx = runtime
-    runtime.on_pass = lambda: _patch_beside(args)
+    runtime.at_next_pass(lambda: _patch_beside(args))
     if score_cap(base.config) is not None and base.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")  # sdpa would leave the cap of scores out
     if head_of(model) is not None:

@@ -182,16 +182,15 @@ def _patch_built(model: Any, args: PatchOptions, strict: bool) -> None:
         raise UserError(not_known(type(model).__name__))
     patch_custom(model, args, base.device)
     runtime = base.longctx
-    runtime.strict = strict
+    runtime.surround(strict=strict)
     if not args.schedules:
         print_rank0(said_of(model))
         return
-    rest, built, inner = runtime.on_pass, weakref.ref(model), weakref.ref(base)
+    built, inner = weakref.ref(model), weakref.ref(base)
 
     def first_pass() -> bool:
         called: Any = built() or inner()
         print_rank0(said_of(called))
-        runtime.on_pass = rest
-        return bool(rest is None or rest())
+        return True
 
-    runtime.on_pass = first_pass
+    runtime.at_next_pass(first_pass)

@@ -14,7 +14,7 @@ gradients with all hooks, the optimizer. Nobody sees a tensor that the next repl
 
 Where documents begin is data: bounds fill a place for so many documents, the rest of which are
 empty. Windows that are longer than every document are left out, as the schedule does, so that a
-batch in which other windows count is another call. Attention that loops over documents on the host
+batch in which other windows count has another key. Attention that loops over documents on the host
 has a graph for given lengths. Where documents continue others, there is room for so many copies of
 keys (attention/copied.py); what does not copy them runs eagerly.
 
@@ -81,8 +81,8 @@ _APART = (
 )
 
 
-class Call(NamedTuple):
-    """A batch as a graph has it: batches with equal calls can be replayed by one graph."""
+class GraphKey(NamedTuple):
+    """What batches that one graph can replay have in common."""
 
     tokens: int
     position_rows: int
@@ -98,7 +98,9 @@ class Call(NamedTuple):
     """Torch's settings by which it chooses kernels."""
 
     @classmethod
-    def of(cls, base: Any, runtime: Runtime, x: Tensor, rope: Tensor, documents: Documents) -> Call:
+    def of(
+        cls, base: Any, runtime: Runtime, x: Tensor, rope: Tensor, documents: Documents
+    ) -> GraphKey:
         shorter = (window for window in windows(base.config) if window is not None)
         limits = (n for n in (*shorter, *runtime.attention.limits) if n >= documents.longest)
         longest = min([len(x), *limits])
@@ -229,7 +231,7 @@ class Run:
 
 
 class Graph:
-    """The layers of a model for one call."""
+    """The layers of a model for batches of one key."""
 
     recording: type[Recording] = Recording
 
@@ -237,14 +239,14 @@ class Graph:
         self,
         base: Any,
         runtime: Runtime,
-        call: Call,
+        key: GraphKey,
         x: Tensor,  # (T, D)
         rope: Tensor,  # (T,) or (3, T)
         documents: Documents,
         pool: Any,
         room: Room,
     ) -> None:
-        self.call, self.read, self.room = call, Read.of(base), room
+        self.key, self.read, self.room = key, Read.of(base), room
         self._x, self._rope = torch.empty_like(x), torch.empty_like(rope)
         self._bounds = documents.cu_seqlens.new_empty(room.documents + 1)
         self._keys = documents.keys and self._empty_keys(documents.keys)
@@ -255,17 +257,17 @@ class Graph:
         self.trained = [*{id(x): x for x in tensors if x.requires_grad}.values()]
         # Detached: hooks of the weights are for gradients that arrive, not for those recorded.
         self._aliases = {id(x): x.detach().requires_grad_() for x in self.trained}
-        self._inputs = [self._x.requires_grad_(call.needs_dx), *self._aliases.values()]
+        self._inputs = [self._x.requires_grad_(key.needs_dx), *self._aliases.values()]
 
         def forward() -> Tensor:
-            lengths = call.lengths or (call.longest,)
+            lengths = key.lengths or (key.longest,)
             whole = Documents(lengths=lengths, cu_seqlens=self._bounds, keys=self._keys)
             return self._layers(base, runtime, whole)
 
         def backward(hidden: Tensor) -> list[Tensor | None]:
-            inputs = self._inputs if call.needs_dx else self._inputs[1:]
+            inputs = self._inputs if key.needs_dx else self._inputs[1:]
             found = torch.autograd.grad([hidden], inputs, [self._dy], allow_unused=True)
-            return [*found] if call.needs_dx else [None, *found]
+            return [*found] if key.needs_dx else [None, *found]
 
         with torch.enable_grad():
             self._recorded = self.recording(forward, backward, pool)
@@ -276,7 +278,7 @@ class Graph:
             keys.tokens.new_zeros(self.room.keys),
             torch.empty_like(self._bounds),
             torch.empty_like(keys.places),
-            self.call.longest,
+            self.key.longest,
         )
 
     def _hidden_dtype(self, base: Any, x: Tensor) -> torch.dtype:
@@ -296,9 +298,9 @@ class Graph:
 
     # --- serving ---------------------------------------------------------------------------
 
-    def serves(self, call: Call, documents: Documents) -> bool:
+    def serves(self, key: GraphKey, documents: Documents) -> bool:
         return (
-            call == self.call
+            key == self.key
             and self.room.holds(documents)
             and all(x.data_ptr() == pointer for x, pointer in self._pointers)
         )
@@ -370,7 +372,7 @@ class Graphs:
         self._pool: Any = None
         self.held_bytes = 0
         """Bytes of the GPU in their pool."""
-        self._earlier: Call | None = None
+        self._earlier: GraphKey | None = None
         self._run: weakref.ref[Run] | None = None
         self._recorded = self._replayed = 0
         """How often, in all."""
@@ -395,17 +397,17 @@ class Graphs:
         run = self._run() if self._run is not None else None
         return run is not None and not run.over
 
-    def find(self, call: Call, documents: Documents) -> Graph | None:
-        found = next((g for g in self._graphs if g.serves(call, documents)), None)
+    def find(self, key: GraphKey, documents: Documents) -> Graph | None:
+        found = next((g for g in self._graphs if g.serves(key, documents)), None)
         if found is not None:
             self._graphs.remove(found)
             self._graphs.append(found)
         return found
 
-    def is_repeated(self, call: Call) -> bool:
-        """Whether the pass before was such a call."""
-        earlier, self._earlier = self._earlier, call
-        return earlier == call
+    def is_repeated(self, key: GraphKey) -> bool:
+        """Whether the batch before had this key."""
+        earlier, self._earlier = self._earlier, key
+        return earlier == key
 
     def begin(self) -> Run:
         run = Run()
@@ -416,27 +418,27 @@ class Graphs:
         self,
         base: Any,
         runtime: Runtime,
-        call: Call,
+        key: GraphKey,
         x: Tensor,  # (T, D)
         rope: Tensor,  # (T,)
         documents: Documents,
     ) -> Graph | None:
-        """Records a call, and says so once. Gives up, and returns None, where that fails."""
+        """Records a batch, and says so once. Gives up, and returns None, where that fails."""
         if self._recorded >= PATIENCE and self._replayed < PATIENCE * self._recorded:
             self.give_up(runtime, "the model, or what memory is left, changes too often")
             return None
         self._recorded += 1
-        replaced = [graph for graph in self._graphs if graph.call == call]
+        replaced = [graph for graph in self._graphs if graph.key == key]
         room = Room.of(documents).with_that_of(replaced)
         del replaced
-        self._graphs = [graph for graph in self._graphs if graph.call != call][1 - MOST_GRAPHS :]
+        self._graphs = [graph for graph in self._graphs if graph.key != key][1 - MOST_GRAPHS :]
         if not self._graphs:
             self.drop()  # torch takes no pool again that nothing uses
         try:
             with _memory(runtime.store.device) as held:
                 if self._pool is None and runtime.store.device.type == "cuda":
                     self._pool = torch.cuda.graph_pool_handle()
-                graph = Graph(base, runtime, call, x, rope, documents, self._pool, room)
+                graph = Graph(base, runtime, key, x, rope, documents, self._pool, room)
         except RuntimeError as error:
             short = isinstance(error, torch.OutOfMemoryError)
             self.give_up(runtime, "they have no room" if short else str(error).splitlines()[0])
@@ -445,7 +447,7 @@ class Graphs:
         self.held_bytes += held[0]
         _say(
             runtime,
-            f"layers run as CUDA graphs from here on where batches are alike, as of {call.tokens} "
+            f"layers run as CUDA graphs from here on where batches are alike, as of {key.tokens} "
             f"tokens, in {self.held_bytes / GIB:.2f} GiB of their own (--cuda_graphs off: none)",
         )
         return graph
@@ -481,19 +483,19 @@ def graphed(
     the schedule covers the model is asked before anything is recorded, and by the caller after a
     replay."""
     graphs = graphs_of(runtime)
-    if runtime.no_graphs and torch.is_grad_enabled():
-        _say(runtime, f"no CUDA graphs: {runtime.no_graphs}")
-    if runtime.graphed and documents.parents and documents.keys is None:
+    if runtime.adopted.no_graphs and torch.is_grad_enabled():
+        _say(runtime, f"no CUDA graphs: {runtime.adopted.no_graphs}")
+    if runtime.adopted.graphed and documents.parents and documents.keys is None:
         _say(runtime, _APART)
     if graphs.given_up or not _is_asked(base, runtime, x, documents):
         graphs.make_room(x.device)
         return None
-    call = Call.of(base, runtime, x, rope, documents)
-    again, graph = graphs.is_repeated(call), None
+    key = GraphKey.of(base, runtime, x, rope, documents)
+    again, graph = graphs.is_repeated(key), None
     if not graphs.is_busy:
-        graph = graphs.find(call, documents)
+        graph = graphs.find(key, documents)
         if graph is None and again and _is_recordable(base, runtime, graphs):
-            graph = graphs.record(base, runtime, call, x, rope, documents)
+            graph = graphs.record(base, runtime, key, x, rope, documents)
     if graph is None:
         graphs.make_room(x.device)
         return None
@@ -513,10 +515,10 @@ def graphs_of(runtime: Runtime) -> Graphs:
 def _is_asked(base: Any, runtime: Runtime, x: Tensor, documents: Documents) -> bool:
     """Whether a call may have a graph at all, as far as it differs between calls."""
     return (
-        runtime.graphed
+        runtime.adopted.graphed
         and torch.is_grad_enabled()
         and can_record(x)
-        and len(x) <= runtime.reserved_tokens
+        and len(x) <= runtime.adopted.tokens
         and not (documents.padding or documents.images)
         and (documents.keys is not None or not documents.parents)
         and not follows_positions(base)

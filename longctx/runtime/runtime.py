@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from longctx.attention.backends import choose_attention
 from longctx.attention.copied import Copied, with_copies
@@ -62,91 +62,36 @@ from longctx.layer.specs.part_spec import head_dim, kv_heads
 from longctx.layer.weights import MIXER
 from longctx.memory.ladder import Budget, Chosen, Step, choose, host_bytes
 from longctx.memory.levels import pending_levels
-from longctx.memory.pending import Pending, pending_bytes
 from longctx.memory.place import usable_bytes
 from longctx.memory.rates import gpu_rates
 from longctx.memory.store import ActivationStore, free_gpu_bytes
 from longctx.runtime.costs import StepTable
-from longctx.settings import PatchOptions, TaskName, scored_tokens
+from longctx.runtime.surroundings import Surroundings
+from longctx.settings import PatchOptions, scored_tokens
 
 logger = logging.getLogger("longctx")
 NO_RATES = Rates(1.0, 1.0, 1.0, AttentionRates(1.0, 1.0))
 
 
-@dataclass(kw_only=True)
-class Runtime:
-    """The attribute `longctx` of a patched model: no module and no buffer, so that nothing of it
-    reaches the state dict."""
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """What batches are computed with, until the model is moved or cast."""
 
-    args: PatchOptions
     attention: Attention
     backend: str
-    """Its name."""
+    """The name of the attention."""
     store: ActivationStore
     dtype: torch.dtype
     """Dtype of the activations. FSDP2 later turns the weights, and `model.dtype`, into fp32."""
     stream_dtype: torch.dtype | None = None
     """Dtype of the residual stream, known after the first batch: fp32 in autocast."""
-    label_smoothing: float = 0.0
-    needs_input_gradient: bool = False
-    """The hooks of an engine around the first layer wait for the gradient of the layer's input."""
-    strict: bool = False
-    """A call of training that the schedule does not cover is an error."""
-    on_pass: Callable[[], bool] | None = None
-    """Called in forward passes, until it returns True."""
-    pending_bytes: Callable[[PreTrainedModel], Pending] = field(
-        default_factory=lambda: _plain_pending
-    )
-    """Tells what else the first step will claim on the GPU; an engine knows better."""
-    passes: int = 1
-    """Batches of a step."""
-    task: TaskName = "sft"
-    """What a step trains for, by which its loss is counted."""
-    reserved_tokens: int = 0
-    """Tokens of the longest batch that the store has room for."""
-    cut: Cut | None = None
-    """The cut of batches up to that length; None: the default cut of each length."""
-    host_room: int = 0
-    """Host bytes that the store may take."""
-    link_bytes: float | None = None
-    """Bytes per second over the link to the host while others use theirs; None: measured alone."""
-    attach: Callable[[Any], None] = field(default_factory=lambda: _not_attached)
-    """Puts our forwards into modules of a model that were exchanged since (forwards/attach.py)."""
-    whole: weakref.ref[Any] | None = None
-    """The model whose base model this is the runtime of."""
-    warned: set[str] = field(default_factory=set)
-    """Warnings already given about calls that Hugging Face's code runs."""
-    images: str | None = None
-    """Why Hugging Face's layers run the images of the call under way, in a few words."""
-    caller: Caller | None = None
-    """Who calls, of a call with images, which Hugging Face's code hands on."""
-    shards: Shards | None = None
-    """The ranks that share each row with this one."""
-    settled: bool = False
-    """Nobody can have changed the model since its last batch, as a trainer knows."""
-    graphed: bool = False
-    """Whether layers may run as CUDA graphs: there is room for what these take."""
-    no_graphs: str = ""
-    """Why they may not, if short batches were to; reported with the first one."""
-    beside_bytes: int = 0
-    """What a batch brings to the GPU beside the layers' work: features of images, and pixels."""
-    eager_images: str = ""
-    """Why no layer of a batch with images may be recorded, where batches have images."""
-    moves_weights: bool = False
-    """Whether an engine's hooks bring each layer's weights, which a graph would leave out."""
-    graphs: Any = None
-    """The layers that were recorded (graphs.py), under this attention, cut and store."""
 
     @classmethod
-    def make(
+    def of(
         cls, args: PatchOptions, config: Any, device: torch.device, dtype: torch.dtype
-    ) -> tuple[Runtime, str]:
-        """Returns the runtime and the name of its attention backend. On meta, `follow` chooses the
-        backend at the first batch. Raises UserError for a backend that cannot run."""
-        if device.type == "meta" or not args.schedules:
-            runtime = _remake(args, {})
-            runtime.backend = args.attn_backend
-            return runtime, args.attn_backend
+    ) -> Compute:
+        """Chooses the attention for a model on a device. Raises UserError for a backend that cannot
+        run there."""
         name, attention = choose_attention(
             args.attn_backend,
             device,
@@ -156,61 +101,197 @@ class Runtime:
             softcap=score_cap(config),
         )
         store = ActivationStore(device, args.host_memory_gib)
-        return cls(args=args, attention=attention, backend=name, store=store, dtype=dtype), name
+        return cls(attention=attention, backend=name, store=store, dtype=dtype)
+
+    @classmethod
+    def later(cls, args: PatchOptions, backend: str) -> Compute:
+        """Returns a placeholder whose dtype no model has, so that the first batch chooses."""
+        cpu, dtype = torch.device("cpu"), torch.float64
+        _, attention = choose_attention("math", cpu, dtype)
+        store = ActivationStore(cpu, args.host_memory_gib)
+        return cls(attention=attention, backend=backend, store=store, dtype=dtype)
+
+    def follow(self, args: PatchOptions, config: Any, x: Tensor, dtype: torch.dtype) -> Compute:
+        """Returns what computes a batch whose embedded tokens are x, with matmuls in `dtype`."""
+        if dtype == self.dtype and _is_on(x, self.store.device):
+            return self if x.dtype == self.stream_dtype else replace(self, stream_dtype=x.dtype)
+        made = replace(self.of(args, config, x.device, dtype), stream_dtype=x.dtype)
+        logger.info(f"the model is on {x.device} in {dtype} now: {made.backend} attention")
+        return replace(made, store=self.store) if _is_on(x, self.store.device) else made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adopted:
+    """What was decided for batches of up to so many tokens. The default decides nothing."""
+
+    tokens: int = 0
+    """Tokens of the longest batch that the store has room for."""
+    cut: Cut | None = None
+    """The cut of batches up to that length; None: the default cut of each length."""
+    host_room: int = 0
+    """Host bytes that the store may take."""
+    graphed: bool = False
+    """Whether layers may run as CUDA graphs: there is room for what these take."""
+    no_graphs: str = ""
+    """Why they may not, if short batches were to; reported with the first one."""
+
+
+@dataclass(kw_only=True)
+class Runtime:
+    """The attribute `longctx` of a patched model: no module and no buffer, so that nothing of it
+    reaches the state dict. Three parts of it are frozen, and exchanged as a whole by methods; the
+    rest changes from batch to batch."""
+
+    args: PatchOptions
+    compute: Compute
+    around: Surroundings = field(default_factory=Surroundings)
+    adopted: Adopted = field(default_factory=Adopted)
+    graphs: Any = None
+    """The layers that were recorded (graphs.py), with what was adopted."""
+    attach: Callable[[Any], None] = field(default_factory=lambda: _not_attached)
+    """Puts our forwards into modules of a model that were exchanged since (forwards/attach.py)."""
+    whole: weakref.ref[Any] | None = None
+    """The model whose base model this is the runtime of."""
+    warned: set[str] = field(default_factory=set)
+    """Warnings already given about calls that Hugging Face's code runs."""
+    caller: Caller | None = None
+    """Who calls, of a call with images, which Hugging Face's code hands on."""
+    images: str | None = None
+    """Why Hugging Face's layers run the images of the call under way, as a short reason."""
+    settled: bool = False
+    """Whether nothing can have changed the model since its last batch, as a trainer knows."""
+    waiting: list[Callable[[], bool]] = field(default_factory=list)
+    """What waits for the model to be called (`at_next_pass`)."""
+
+    @classmethod
+    def make(
+        cls, args: PatchOptions, config: Any, device: torch.device, dtype: torch.dtype
+    ) -> Runtime:
+        """Returns a model's runtime. On meta the first batch chooses the attention. Raises
+        UserError for a backend that cannot run."""
+        if device.type == "meta" or not args.schedules:
+            return cls(args=args, compute=Compute.later(args, args.attn_backend))
+        return cls(args=args, compute=Compute.of(args, config, device, dtype))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Saved and copied with the model; memory, streams and an engine's word are made anew."""
+        kept = ("label_smoothing", "passes", "strict")
+        around = {name: getattr(self.around, name) for name in kept}
+        return _remake, (self.args, around, self.attach)
+
+    # --- what others tell ------------------------------------------------------------------
+
+    def surround(self, **facts: Any) -> None:
+        """Tells what an engine or a trainer knows, by the names of `Surroundings`."""
+        self.around = replace(self.around, **facts)
+
+    def attached(self, attach: Callable[[Any], None], whole: Any | None) -> None:
+        """Tells how our forwards were put into the model, and into which one around it."""
+        self.attach = attach
+        if whole is not None:
+            self.whole = weakref.ref(whole)
+
+    @contextmanager
+    def handing(self, caller: Caller | None, images: str | None = None) -> Iterator[None]:
+        """Within, the base model hears what Hugging Face's code around it does not hand on: who
+        calls, and why Hugging Face's layers are to run, if they are."""
+        self.caller, self.images = caller, images
+        try:
+            yield
+        finally:
+            self.caller = self.images = None
+
+    @contextmanager
+    def settling(self, holds: bool) -> Iterator[None]:
+        """Within, the model is what it was in its last batch, if that `holds`."""
+        self.settled = holds
+        try:
+            yield
+        finally:
+            self.settled = False
+
+    def at_next_pass(self, action: Callable[[], bool]) -> None:
+        """Has `action` called in forward passes until it returns True; those that were given before
+        wait for that."""
+        self.waiting.insert(0, action)
 
     def begin_pass(self) -> None:
-        """Tells whoever waits for it that the model is called."""
-        if self.on_pass is not None and self.on_pass():
-            self.on_pass = None
+        """Calls what waits for the model to be called."""
+        while self.waiting and self.waiting[0]():
+            del self.waiting[0]
+
+    # --- what a batch is computed with ---------------------------------------------------------
+
+    @property
+    def attention(self) -> Attention:
+        return self.compute.attention
+
+    @property
+    def backend(self) -> str:
+        return self.compute.backend
+
+    @property
+    def store(self) -> ActivationStore:
+        return self.compute.store
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.compute.dtype
+
+    @property
+    def shards(self) -> Shards | None:
+        return self.around.shards
+
+    @property
+    def ranks(self) -> int:
+        """Returns how many ranks share each row."""
+        return self.shards.ranks if self.shards else 1
 
     def follow(self, x: Tensor, dtype: torch.dtype, config: Any) -> None:
         """The model was moved or cast since it was patched, or runs in autocast: so do backend and
         store. `x` is the embedding's output, `dtype` that of products."""
-        self.stream_dtype = x.dtype
-        if dtype == self.dtype and _is_on(x, self.store.device):
-            return
-        made, backend = self.make(self.args, config, x.device, dtype)
-        logger.info(f"the model is on {x.device} in {dtype} now: {backend} attention")
-        self.attention, self.backend, self.dtype = made.attention, made.backend, dtype
-        self.reserved_tokens, self.cut, self.graphs = 0, None, None
-        if not _is_on(x, self.store.device):
-            self.store = made.store
+        before, self.compute = self.compute, self.compute.follow(self.args, config, x, dtype)
+        if self.compute.attention is not before.attention:
+            self.forget()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Saved and copied with the model; memory, streams and an engine's word are made anew."""
-        settings = dict(
-            label_smoothing=self.label_smoothing,
-            passes=self.passes,
-            strict=self.strict,
-            attach=self.attach,
-        )
-        return _remake, (self.args, settings)
+    # --- what is decided -----------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Has the next batch decide anew."""
+        self.adopted, self.graphs = Adopted(), None
 
     def reserve(self, model: Any, tokens: int, host_room: int | None = None) -> bool:
         """Makes room for the activations of `tokens` tokens, once per longest batch so far; whether
         it did. `host_room`: bytes that it may take of the host (default: its share of what is
         free)."""
-        if tokens <= self.reserved_tokens:
+        if tokens <= self.adopted.tokens:
             return False
-        self.reserved_tokens, self.graphs = tokens, None
-        sizes, pending = self.sizes(model), self.pending_bytes(model)
+        sizes, pending = self.sizes(model), self.around.pending_bytes(model)
         on_gpu = self.store.device.type == "cuda"
         free_bytes = usable_bytes(free_gpu_bytes(self.store.device)) if on_gpu else 0
-        self.host_room = self.store.host_bytes() if host_room is None else host_room
+        room = self.store.host_bytes() if host_room is None else host_room
         step = replace(self.step(sizes, tokens), again=self.can_run_again(model))
-        levels = pending_levels(sizes.layers, *pending, accumulates=self.passes > 1)
-        chosen = choose(step, [levels], Budget(free_bytes, self.host_room))
-        self.adopt(chosen, tokens)
-        needed_bytes = host_bytes(step, chosen)
-        self.store.reserve(chosen.ladder, needed_bytes, self.host_room)
+        levels = pending_levels(sizes.layers, *pending, accumulates=self.around.passes > 1)
+        chosen = choose(step, [levels], Budget(free_bytes, room))
+        self.adopt(chosen, tokens, room)
+        self.store.reserve(chosen.ladder, host_bytes(step, chosen), room)
         return True
 
-    def adopt(self, chosen: Chosen, tokens: int) -> None:
+    def adopt(self, chosen: Chosen, tokens: int, host_room: int = 0) -> None:
         """Batches of up to `tokens` tokens run as chosen: their cut, and CUDA graphs or none."""
-        self.cut, self.graphed = chosen.sizes.cut(tokens), chosen.graph_bytes > 0
-        self.no_graphs = chosen.no_graphs
+        no_graphs = chosen.no_graphs
         if self._are_short(tokens):
-            self.no_graphs = self._why_not_recorded() or chosen.no_graphs
+            no_graphs = self._why_not_recorded() or no_graphs
+        self.graphs, self.adopted = (
+            None,
+            Adopted(
+                tokens=tokens,
+                cut=chosen.sizes.cut(tokens),
+                host_room=host_room,
+                graphed=chosen.graph_bytes > 0,
+                no_graphs=no_graphs,
+            ),
+        )
 
     def _are_short(self, tokens: int) -> bool:
         """Whether batches of so many tokens are to run as CUDA graphs (graphs.py)."""
@@ -219,16 +300,16 @@ class Runtime:
 
     def _why_not_recorded(self) -> str | None:
         """Returns why no layer of this process may be recorded."""
-        if self.moves_weights:
+        if self.around.moves_weights:
             return "the engine moves each layer's weights"
         if dist.is_initialized() and dist.get_world_size() > 1:
             return "several processes train the model"
-        return self.eager_images or None
+        return self.around.eager_images or None
 
     def can_run_again(self, model: Any) -> bool:
         """Whether layers may run forward again in backward: no other rank takes part in a layer,
         and no engine gathers its weights for a call."""
-        if self.moves_weights or self.shards is not None:
+        if self.around.moves_weights or self.shards is not None:
             return False
         base: Any = base_of(model)
         return not any(map(gathers_weights, base.layers))
@@ -238,11 +319,11 @@ class Runtime:
         is copied over a link there is nothing to weigh: it is all one memory."""
         device, document = self.store.device, min(tokens, self.args.seq_len or tokens)
         keep, offload = self.args.keep, self.args.offload_activations
-        batch = Batch(tokens, document, self.passes, scored_tokens(self.task, tokens))
+        batch = Batch(tokens, document, self.around.passes, scored_tokens(self.around.task, tokens))
         given, rates = None, NO_RATES
         if device.type == "cuda":
             how = self.dtype, self.backend, document, *sizes.scores
-            rates = gpu_rates(device, *how, link_bytes=self.link_bytes)
+            rates = gpu_rates(device, *how, link_bytes=self.around.link_bytes)
         else:
             cut = next(iter(sizes.cuts(tokens)))
             given = uniform(StepTable.of(cut, batch).layers, keep, offload), cut
@@ -254,7 +335,7 @@ class Runtime:
             keep=keep,
             offload=offload,
             given=given,
-            beside_bytes=self.beside_bytes,
+            beside_bytes=self.around.image_bytes,
             graphs=self._are_short(tokens) and self._why_not_recorded() is None,
         )
 
@@ -264,29 +345,25 @@ class Runtime:
             mlp_width(config), has_post_norms(config)
         )
         groups = self.args.head_groups or default_head_groups(tokens, kv_heads(config), self.ranks)
-        if self.cut is None or tokens > self.reserved_tokens:
+        cut = self.adopted.cut
+        if cut is None or tokens > self.adopted.tokens:
             return tile_tokens, groups
-        return self.cut.tile_tokens, min(self.cut.head_groups, groups)
+        return cut.tile_tokens, min(cut.head_groups, groups)
 
     def describe(self, vocab: int) -> str:
         """Returns a line: what is kept for backward, and where; how the work on the longest batch
         is cut."""
         said = describe(self.store.ladder, on_gpu=self.store.device.type == "cuda")
-        if self.cut is None:
+        if self.adopted.cut is None:
             return said
-        return f"{said}; {self.cut.of(self.reserved_tokens, vocab)}"
+        return f"{said}; {self.adopted.cut.of(self.adopted.tokens, vocab)}"
 
     def sizes(self, model: Any) -> Sizes:
         """The model's dimensions, in the dtype of the activations."""
-        sizes = model_sizes(model, self.args, self.dtype, self.stream_dtype)
+        sizes = model_sizes(model, self.args, self.dtype, self.compute.stream_dtype)
         writes = self.attention.writes_gradients and self.shards is None
         fuses = self.attention.fuses_sinks
         return replace(sizes, ranks=self.ranks, writes_gradients=writes, fuses_sinks=fuses)
-
-    @property
-    def ranks(self) -> int:
-        """Returns how many ranks share each row."""
-        return self.shards.ranks if self.shards else 1
 
 
 def model_sizes(
@@ -354,14 +431,10 @@ def chunks_loss(model: Any) -> bool:
     return asked and why_not_chunked(model) is None
 
 
-def _remake(args: PatchOptions, settings: dict[str, Any]) -> Runtime:
-    """Its dtype is a placeholder, which `follow` replaces at the first batch."""
-    cpu, dtype = torch.device("cpu"), torch.float64
-    _, attention = choose_attention("math", cpu, dtype)
-    store = ActivationStore(cpu, args.host_memory_gib)
-    return Runtime(
-        args=args, attention=attention, backend="math", store=store, dtype=dtype, **settings
-    )
+def _remake(args: PatchOptions, around: dict[str, Any], attach: Callable[[Any], None]) -> Runtime:
+    """Returns the runtime of a copy, which its first batch places."""
+    compute = Compute.later(args, "math")
+    return Runtime(args=args, compute=compute, around=Surroundings(**around), attach=attach)
 
 
 def _is_on(x: Tensor, device: torch.device) -> bool:
@@ -370,10 +443,6 @@ def _is_on(x: Tensor, device: torch.device) -> bool:
 
 def _not_attached(model: Any) -> None:
     """There are no forwards of ours yet."""
-
-
-def _plain_pending(model: PreTrainedModel) -> Pending:
-    return pending_bytes(model.parameters())
 
 
 def runtime_of(model: Any) -> Runtime | None:

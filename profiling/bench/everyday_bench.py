@@ -349,7 +349,7 @@ def measure_custom(case: Case, clock: Clock, flags: list[str], folder: Path) -> 
     time_trainer(trainer, clock)
     row = columns(case, clock, trainer.model)
     if patched := patched_part(trainer.model):
-        row |= ladder_columns(patched.longctx.store.ladder, patched.longctx.cut)
+        row |= ladder_columns(patched.longctx.store.ladder, patched.longctx.adopted.cut)
         if graphs := patched.longctx.graphs:  # whose pool torch does not count as allocated
             row["graphs_gib"] = graphs.held_bytes / GIB
             row["peak_gib"] = row.get("peak_gib", 0.0) + row["graphs_gib"]

@@ -144,7 +144,7 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
     with until_out_of_memory() as outcome:
         if case["class_type"] == "custom":
             model.longctx.reserve(model, tokens)
-            row |= ladder_columns(model.longctx.store.ladder, model.longctx.cut)
+            row |= ladder_columns(model.longctx.store.ladder, model.longctx.adopted.cut)
         for step in range(repeats + 1):
             length = tokens if step else min(tokens, WARM_UP_TOKENS)
             model.zero_grad(set_to_none=True)

@@ -376,8 +376,8 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
     row |= {name: max(step[name] for step in steps) for name in peaks}
     row["status"] = "ok"
     if patched := patched_part(trainer.model):
-        row |= ladder_columns(patched.longctx.store.ladder, patched.longctx.cut)
-        if room := patched.longctx.host_room:
+        row |= ladder_columns(patched.longctx.store.ladder, patched.longctx.adopted.cut)
+        if room := patched.longctx.adopted.host_room:
             row["host_room_gib"] = room / GIB
     if limit := cgroup_limit_bytes():
         row["cgroup_gib"] = limit / GIB

@@ -266,7 +266,7 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
     logged = [line for line in trainer.state.log_history if line.get("step") == clock.last]
     row |= {name: logged[0][name] for name in ("loss", "grad_norm")}
     if patched := patched_part(trainer.model):
-        row |= ladder_columns(patched.longctx.store.ladder, patched.longctx.cut)
+        row |= ladder_columns(patched.longctx.store.ladder, patched.longctx.adopted.cut)
     row |= outcome
     return [rounded(row)]
 

@@ -173,7 +173,7 @@ def test_unpatch() -> None:
 def test_a_copy_has_the_parts() -> None:
     """A copied model runs the kernels on its own modules, also after their weights change."""
     ours = longctx.patch(llama(), parts=["rope", "rms_norm", "swiglu", WHOLE])
-    ours.longctx.label_smoothing = 0.0
+    ours.longctx.surround(label_smoothing=0.0)
     theirs = copy.deepcopy(ours)
     with torch.no_grad():
         ours.model.norm.weight.zero_()
@@ -186,7 +186,7 @@ def test_label_smoothing_is_of_either_loss() -> None:
     found = {}
     for part in (WHOLE, FUSED):
         ours = longctx.patch(llama(), parts=[part])
-        ours.longctx.label_smoothing = 0.2
+        ours.longctx.surround(label_smoothing=0.2)
         found[part] = ours(**packed_batch()).loss.item()
     assert found[WHOLE] == pytest.approx(found[FUSED], rel=1e-6)
     assert found[WHOLE] != pytest.approx(llama()(**packed_batch()).loss.item(), rel=1e-4)

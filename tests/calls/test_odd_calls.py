@@ -51,7 +51,7 @@ def test_a_forward_of_a_subclass_is_not_lost(scheduled, capsys) -> None:
 
 def test_strict_refuses_all_logits() -> None:
     _, ours = pair()
-    ours.longctx.strict = True
+    ours.longctx.surround(strict=True)
     ours.lm_head.register_forward_hook(lambda *args: None)
     with pytest.raises(UserError, match=r"all logits .* hooks on lm_head \(strict=True\)"):
         ours(**packed_batch())
@@ -534,5 +534,5 @@ def test_unpatching_the_base_model_unpatches_the_whole(scheduled) -> None:
 def test_from_pretrained_takes_strict(tmp_path) -> None:
     pair()[0].save_pretrained(tmp_path)
     model = longctx.AutoLongctxModelForCausalLM.from_pretrained(tmp_path, strict=True, keep="o")
-    assert model.longctx.strict and model.longctx.args.keep == "o"
+    assert model.longctx.around.strict and model.longctx.args.keep == "o"
     assert why_not_scheduled(model.model) is None

@@ -235,7 +235,8 @@ def check_shared_rows(rank: int, ranks: int) -> None:
     ids, d_hidden = draw(211, torch.float32, 128, 1)
     whole = shared(ours, ids, d_hidden)
     expected = whole[0], {n: grad.clone() for n, grad in whole[1].items()}
-    shards = ours.longctx.shards = Shards(dist.group.WORLD)
+    shards = Shards(dist.group.WORLD)
+    ours.longctx.surround(shards=shards)
     for given in ({}, dict(position_ids=None)):
         if not given:
             given = dict(position_ids=shards.own(DOCUMENTS.arguments()["position_ids"]))

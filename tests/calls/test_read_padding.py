@@ -126,7 +126,7 @@ def test_what_runs_hugging_faces_layers(scheduled, capsys, case) -> None:
         batch["attention_mask"][:] = 0
     assert_same(vanilla, ours, lambda m: over_all_logits(m, batch))
     assert scheduled == [] and "may be read" in capsys.readouterr().out
-    ours.longctx.strict = True
+    ours.longctx.surround(strict=True)
     with pytest.raises(UserError, match=r"may be read.* \(strict=True\)"):
         ours(**batch)
 
@@ -332,6 +332,6 @@ def test_on_a_gpu(side, dtype) -> None:
     kernels = torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION, torch.nn.attention.SDPBackend.MATH
     with torch.nn.attention.sdpa_kernel(list(kernels)):  # which give 0: the schedule runs
         truth = vanilla(**batch).logits.float()
-        ours.longctx.strict = True
+        ours.longctx.surround(strict=True)
         found = ours(**batch).logits.float()
     assert relative_error(found, truth) < (2e-2 if dtype == torch.bfloat16 else 1e-5)

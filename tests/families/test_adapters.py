@@ -203,7 +203,7 @@ def test_no_bit_depends_on_what_is_kept_and_where(family, dtype, dropout, turn) 
         torch.manual_seed(7)
         return forward(**inputs)
 
-    inner.longctx.strict = False
+    inner.longctx.surround(strict=False)
     ladder = Laddered(inner, seeded)
     assert_no_bit_depends_on_the_ladder(ladder, mixed=0, turn=turn)
 

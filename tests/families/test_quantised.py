@@ -143,7 +143,7 @@ def test_the_same_bits_as_dense_weights(family) -> None:
 
 def test_no_bit_depends_on_what_is_kept_and_where() -> None:
     *_, ours = trio("llama", torch.bfloat16, LADDER | dict(head_groups=2))
-    ours.get_base_model().longctx.strict = False
+    ours.get_base_model().longctx.surround(strict=False)
     assert_no_bit_depends_on_the_ladder(ours.get_base_model(), mixed=0, turn=2)
 
 

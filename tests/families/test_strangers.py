@@ -408,7 +408,7 @@ def test_a_scale_of_logits_that_was_changed_on_the_model() -> None:
 def test_label_smoothing_is_not_dropped_with_an_adapted_head() -> None:
     _, ours = models()
     adapt("lm_head")(ours)
-    ours.longctx.label_smoothing = 0.1
+    ours.longctx.surround(label_smoothing=0.1)
     with pytest.raises(UserError, match="--label_smoothing_factor is impossible with lm_head"):
         ours(**packed_batch())
 
@@ -497,7 +497,7 @@ def test_an_auxiliary_loss_of_routers_is_not_lost(configured, capsys) -> None:
     out = capsys.readouterr().out
     assert out.count("for calls with output_router_logits") == 2  # the layers and the loss
     assert not asks_for_router_logits(ours.config, {"output_router_logits": False})
-    ours.longctx.strict = True
+    ours.longctx.surround(strict=True)
     with pytest.raises(UserError, match=r"output_router_logits.*\(strict=True\)"):
         ours(**packed_batch(), **more)
 
@@ -562,4 +562,4 @@ def test_long_trainer_takes_adapters(tmp_path, capsys) -> None:
     )
     trainer.train()
     assert "Hugging Face's layers" not in capsys.readouterr().out
-    assert ours.longctx.reserved_tokens == 48
+    assert ours.longctx.adopted.tokens == 48

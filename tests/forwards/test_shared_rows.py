@@ -32,7 +32,7 @@ SETTINGS = [
 
 
 def share(model):
-    patched_part(model).longctx.shards = Shards(dist.group.WORLD)
+    patched_part(model).longctx.surround(shards=Shards(dist.group.WORLD))
     return model
 
 
@@ -87,7 +87,7 @@ def check_families(rank: int, ranks: int) -> None:
     for family in (*KINDS_OF_LAYERS, *more) if ranks == 2 else ("smollm3", "olmo3"):
         settings = dict(head_groups=2, keep="x")
         models = test_every_family.trio(family, torch.float32, settings, num_key_value_heads=4)
-        models[2].model.longctx.strict = True
+        models[2].model.longctx.surround(strict=True)
         check_exact(models, batch([[10, 62], [36, 36]]))
 
 

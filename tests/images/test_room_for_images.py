@@ -11,8 +11,15 @@ from datasets import Dataset
 from small_vision import IMAGE, KINDS, vision_config, vision_model
 
 import longctx
+from longctx.families.vision import BOTH_WAYS
 from longctx.images.image_sizes import image_of, tower_sizes
-from longctx.images.room_for_images import USUAL, SeenTokens, image_bytes, prepare
+from longctx.images.room_for_images import (
+    USUAL,
+    SeenTokens,
+    image_bytes,
+    prepare,
+    why_eager,
+)
 from longctx.images.tower import patches_of, tower_of
 from longctx.runtime.runtime import runtime_of
 
@@ -65,7 +72,7 @@ def test_the_search_leaves_them_room() -> None:
     runtime = runtime_of(model)
     prepare(model, runtime, [SeenTokens(400, 10.0)], 1)
     step = runtime.step(runtime.sizes(model), 512)
-    assert step.beside_bytes == runtime.beside_bytes > 0
+    assert step.beside_bytes == runtime.around.image_bytes > 0
     assert not step.graphs and runtime._why_not_recorded() == "images are added in several layers"
 
 
@@ -75,6 +82,16 @@ def test_a_loop_of_ones_own_leaves_them_room() -> None:
     longctx.exact_adamw(model, tokens=512, image_tokens=400)
     runtime = runtime_of(model)
     expected = [SeenTokens(400, 400)]
-    assert runtime.beside_bytes == image_bytes(
+    assert runtime.around.image_bytes == image_bytes(
         model.config, runtime.dtype, expected, 1, trained_group=patches_of(tower_of(model))
     )
+
+
+def test_a_second_family_that_sees_images_both_ways_is_data(monkeypatch) -> None:
+    """No code compares names: an entry of the table has its layers run eagerly."""
+    config = vision_config("llava")
+    assert why_eager(config) == ""
+    monkeypatch.setattr("longctx.families.vision.BOTH_WAYS", BOTH_WAYS | {"llava"})
+    model = longctx.patch(vision_model("llava"))
+    prepare(model, runtime_of(model), [SeenTokens(40, 10.0)], 1)
+    assert runtime_of(model)._why_not_recorded() == "images are seen both ways"

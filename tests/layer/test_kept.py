@@ -13,6 +13,7 @@ from longctx.cost.kept import Keep
 from longctx.layer.parts.mlp import MLP
 from longctx.layer.parts.table import PARTS
 from longctx.layer.specs.mlp_spec import MlpSpec
+from longctx.runtime.runtime import Adopted
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -53,7 +54,7 @@ def test_a_second_tensor_that_must_be_kept_comes_back(hosted, monkeypatch) -> No
     inputs = batch(PACKED)
     with torch.no_grad():
         expected = ours(**inputs).loss
-    ours.longctx.reserved_tokens = 2**20  # the ladder stays
+    ours.longctx.adopted = Adopted(tokens=2**20)  # the ladder stays
     ours.longctx.store.reserve((Keep(frozenset({"x", "o", "route"}), frozenset(hosted)),), 2**21)
     loss, _ = gradients(ours, inputs)
     assert loss == expected

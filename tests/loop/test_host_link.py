@@ -52,6 +52,7 @@ def test_room_for_activations_is_made_by_that_rate(monkeypatch) -> None:
     monkeypatch.setattr(callbacks, "shared_link_bytes", lambda device: said.append(device) or 38e9)
     monkeypatch.setattr(Reserve, "_covered", lambda self: True)
     runtime = SimpleNamespace(store=SimpleNamespace(host_bytes=lambda: 7), link_bytes=None)
+    runtime.surround = lambda **facts: vars(runtime).update(facts)
     runtime.reserve = lambda model, tokens, room: said.append((runtime.link_bytes, room))
     gpu = torch.device("cuda", 0)
     reserve = Reserve(SimpleNamespace(longctx=runtime), 8)

@@ -265,7 +265,9 @@ def test_auto_fills_a_gpu_and_does_not_overflow_it(free_gib: float) -> None:
     with device:
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     patch_as(model, PatchOptions(offload_activations="auto"), device)
-    model.longctx.pending_bytes = lambda model: Pending(0, pending_bytes(model.parameters())[1])
+    model.longctx.surround(
+        pending_bytes=lambda model: Pending(0, pending_bytes(model.parameters())[1])
+    )
     ids = torch.randint(1024, (1, tokens), device=device)
     batch = dict(input_ids=ids, labels=ids, position_ids=torch.arange(tokens, device=device)[None])
     torch.cuda.empty_cache()

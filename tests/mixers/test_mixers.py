@@ -210,7 +210,7 @@ def test_padding_between_real_tokens_runs_hugging_faces_layers(family, capsys) -
     inputs = batch([[48], [48]]) | dict(attention_mask=mask.to(DEVICE), position_ids=None)
     with pytest.raises(UserError, match="padding between real tokens, which mixers take for zeros"):
         ours(**inputs)
-    ours.longctx.strict = False
+    ours.longctx.surround(strict=False)
     expected, found = (gradients(model, inputs)[0] for model in (theirs, ours))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     assert "mixers take for zeros" in capsys.readouterr().out
@@ -360,7 +360,7 @@ def test_dropout_of_adapters_in_a_mixer_repeats_itself() -> None:
 
 def test_what_the_schedule_does_not_run_joins_no_documents() -> None:
     _, ours = pair("olmo_hybrid")
-    ours.longctx.strict = False
+    ours.longctx.surround(strict=False)
     ours.model.layers[0].mlp.act_fn.register_forward_hook(lambda *args: None)
     assert ours(**batch(ROWS["one"])).loss
     with pytest.raises(UserError, match="would join the documents of a packed row.*hooks on"):

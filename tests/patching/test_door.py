@@ -186,8 +186,8 @@ def test_the_base_model_alone_makes_room_for_lm_head(monkeypatch) -> None:
     """Whose gradient and states come in the same step."""
     _, ours = pair()
     planned: list[Any] = []
-    pending = ours.longctx.pending_bytes
-    ours.longctx.pending_bytes = lambda model: planned.append(model) or pending(model)
+    pending = ours.longctx.around.pending_bytes
+    ours.longctx.surround(pending_bytes=lambda model: planned.append(model) or pending(model))
     ours.model(input_ids=packed_batch()["input_ids"])
     assert planned == [ours]
 

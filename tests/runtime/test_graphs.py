@@ -10,6 +10,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -393,14 +394,15 @@ def test_it_says_once_why_layers_run_eagerly(capsys: Any, monkeypatch: Any) -> N
     runtime = runtime_of(model)
     monkeypatch.setattr(runtime.store, "device", torch.device("cuda"))
     found = []
-    for runtime.moves_weights in (False, True):
+    for moves in (False, True):
+        runtime.surround(moves_weights=moves)
         for tokens in (48, 2 * GRAPHED_TOKENS):
             said = "no room" if tokens == 48 else ""  # which the search asks of short rows alone
             runtime.adopt(chosen(model, no_graphs=said), tokens)
-            found.append(runtime.no_graphs)
+            found.append(runtime.adopted.no_graphs)
     monkeypatch.undo()
     assert found == ["no room", "", "the engine moves each layer's weights", ""]
-    runtime.no_graphs = "no room"
+    runtime.adopted = replace(runtime.adopted, no_graphs="no room")
     trained(model, [batch(i) for i in range(3)])
     assert capsys.readouterr().out.count("no CUDA graphs: no room") == 1
 

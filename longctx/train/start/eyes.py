@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from longctx.errors import UserError
-from longctx.families.vision import PREFIXES
+from longctx.families.vision import PREFIXES, sees_both_ways
 from longctx.images.image_fit import misfit, token_of
 from longctx.system import installed
 from longctx.train.data.packed_rows import Sight
@@ -131,8 +131,8 @@ def check_shared_rows(args: TrainArguments, task: Task, config: PretrainedConfig
     why = None
     if task.scores:
         why = f"prompts of --task {args.task} have pictures"
-    elif config.model_type == "gemma3":
-        why = "pictures Gemma 3 sees both ways"
+    elif sees_both_ways(config):
+        why = "images are seen both ways"
     if why:
         raise UserError(
             f"--sequence_parallel_size {args.sequence_parallel_size} with rows whose {why}: leave "

@@ -83,7 +83,8 @@ class Rewards(Scoring):
 def logits_bytes(model: Any) -> int | None:
     """Returns the bytes of logits that a patched model's plan allows at a time, else None."""
     runtime = runtime_of(model)
-    return runtime.cut.logits_bytes if runtime is not None and runtime.cut else None
+    cut = None if runtime is None else runtime.adopted.cut
+    return None if cut is None else cut.logits_bytes
 
 
 def attach_scoring(model: Any) -> None:

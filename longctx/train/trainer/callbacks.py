@@ -41,7 +41,7 @@ class Reserve(TrainerCallback):
         if self._covered():
             runtime = self.model.longctx
             if args.device.type == "cuda":
-                runtime.link_bytes = shared_link_bytes(args.device)
+                runtime.surround(link_bytes=shared_link_bytes(args.device))
             host_bytes = all_reduce_min(runtime.store.host_bytes(), args.device)
             if runtime.reserve(self.model, self.tokens, host_bytes):
                 line = runtime.describe(self.model.config.get_text_config().vocab_size)
@@ -60,7 +60,7 @@ class ReserveInputs(TrainerCallback):
         if runtime is None or runtime.reserved_tokens >= self.tokens:
             return
         if args.device.type == "cuda":
-            runtime.link_bytes = shared_link_bytes(args.device)
+            runtime.surround(link_bytes=shared_link_bytes(args.device))
         host_bytes = all_reduce_min(runtime.store.host_bytes(), args.device)
         runtime.reserve(self.model, self.tokens, host_bytes)
         print_rank0(runtime.describe() + _locked(runtime.store.locked_bytes, host_bytes))

@@ -144,7 +144,7 @@ def _activations_spared(trainer: LongTrainer) -> dict[str, int]:
     so far: all but the last on the host, and with less kept."""
     patched: Any = patched_part(trainer.model)  # type: ignore[arg-type]
     runtime = patched.longctx
-    tokens = runtime.reserved_tokens
+    tokens = runtime.adopted.tokens
     layers = StepTable.of(runtime.sizes(patched), Batch(tokens, tokens)).layers
     ladder = runtime.store.ladder
     ladder = (len(layers) - len(ladder)) * ladder[:1] + ladder

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -39,18 +39,15 @@ class Settled:
         holds = self._holds and all(map(_leaves_alone, self._handler.callbacks))
         if not holds:
             self._parameters = [*model.parameters()]
-        if runtime is not None:
-            runtime.settled = holds
         own = vars(model)
         own |= {"train": lambda mode=True: model} if holds else {}
         try:
-            yield
+            with nullcontext() if runtime is None else runtime.settling(holds):
+                yield
             self._holds = True
         finally:
             if holds:
                 del own["train"]
-            if runtime is not None:
-                runtime.settled = False
 
     @contextmanager
     def training(self, model: Any) -> Iterator[None]:

@@ -164,22 +164,26 @@ class LongTrainer(CheckpointTrainer):
     def _tell_layers(self, model: PreTrainedModel) -> None:
         """Tells the runtime of a patched model what the trainer and its engine do around it."""
         args = self.args
+        counted: dict[str, Any] = dict(
+            passes=args.gradient_accumulation_steps,
+            task=self.counted_task,
+            pending_bytes=self.engine.pending_bytes,
+        )
         if patched := patched_part(model):
             self.runtime = runtime = patched.longctx
             self.engine.gather_whole(patched, patched.get_decoder().layers)
-            runtime.pending_bytes = self.engine.pending_bytes
-            runtime.passes, runtime.shards = args.gradient_accumulation_steps, self.shards
-            runtime.task = self.counted_task
-            runtime.moves_weights = self.engine.hooks_layers
-            runtime.needs_input_gradient = self.engine.needs_input_gradient
-            # Trainer's own smoothing would ask the model for all logits.
-            runtime.label_smoothing, self.label_smoother = args.label_smoothing_factor, None
+            runtime.surround(
+                **counted,
+                shards=self.shards,
+                label_smoothing=args.label_smoothing_factor,
+                moves_weights=self.engine.hooks_layers,
+                needs_input_gradient=self.engine.needs_input_gradient,
+            )
+            self.label_smoother = None  # Trainer's own would ask the model for all logits
             ranks_a_row = args.sequence_parallel_size
             self.add_callback(Reserve(patched, -(-self.row_tokens // ranks_a_row)))
         elif inputs := any_part(model):
-            inputs.longctx_any.passes = args.gradient_accumulation_steps
-            inputs.longctx_any.task = self.counted_task
-            inputs.longctx_any.pending_bytes = self.engine.pending_bytes
+            inputs.longctx_any.surround(**counted)
             self.add_callback(ReserveInputs(inputs, self.row_tokens))
 
     def _add_callbacks(self, model: PreTrainedModel) -> None:

@@ -83,7 +83,7 @@ def test_a_run_counts_the_loss_of_its_task_as_its_plan_does(task, ranks) -> None
     assert (planned.scored is None) == (task in ("sft", "distill"))
     options = ModelArguments(seq_len=32768).patch_options
     patch_custom(model := subject.model, options, torch.device("meta"))
-    model.longctx.task = task
+    model.longctx.surround(task=task)
     assert model.longctx.step(subject.sizes(request), request.tokens).batch == planned
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from longctx.runtime.runtime import Runtime
+from longctx.settings import PatchOptions
 from longctx.train.trainer.callbacks import MetricsFile
 from longctx.train.trainer.settled import Settled
 
@@ -47,7 +49,10 @@ def step(settled: Settled, model: Counted, runtime: Any = None) -> bool:
 
 
 def test_the_first_step_looks_and_others_do_not(model) -> None:
-    settled, runtime = Settled(handler(MetricsFile())), SimpleNamespace(settled=False)
+    settled, runtime = (
+        Settled(handler(MetricsFile())),
+        Runtime.make(PatchOptions(), None, torch.device("meta"), torch.float32),
+    )
     assert [step(settled, model, runtime) for _ in range(3)] == [False, True, True]
     assert model.walks == 1 and not runtime.settled
     settled.unsettle()

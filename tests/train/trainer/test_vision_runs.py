@@ -218,7 +218,7 @@ def test_a_model_that_sees_images_gives_no_rewards() -> None:
         as_reward_model(vision_config("gemma3"))
 
 
-def test_rows_with_pictures_that_processes_cannot_share() -> None:
+def test_rows_with_pictures_that_processes_cannot_share(monkeypatch) -> None:
     def asked(ranks: int, kind: str, scores: bool) -> None:
         args = SimpleNamespace(sequence_parallel_size=ranks, task="dpo")
         check_shared_rows(args, SimpleNamespace(scores=scores), vision_config(kind))
@@ -227,8 +227,12 @@ def test_rows_with_pictures_that_processes_cannot_share() -> None:
         asked(ranks, kind, scores)
     with pytest.raises(UserError, match="2 with rows whose prompts of --task dpo have pictures"):
         asked(2, "qwen3_vl", True)
-    with pytest.raises(UserError, match="pictures Gemma 3 sees both ways: leave it out"):
+    with pytest.raises(UserError, match="images are seen both ways: leave it out"):
         asked(2, "gemma3", False)
+    monkeypatch.setattr("longctx.families.vision.BOTH_WAYS", {"qwen3_vl"})  # as another family's
+    asked(2, "gemma3", False)
+    with pytest.raises(UserError, match="images are seen both ways: leave it out"):
+        asked(2, "qwen3_vl", False)
 
 
 def test_an_unknown_language_model_is_refused_by_name(tmp_path) -> None:
