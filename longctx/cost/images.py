@@ -173,13 +173,13 @@ class Images:
         """Bytes of a frozen tower's weights; 0 for a trained tower, which is a block of the
         model."""
         nbytes = 0 if self.trained else self.tower.parameters * self.tower.itemsize
-        return {"what sees images": nbytes}
+        return {"vision tower": nbytes}
 
     @cached_property
     def standing(self) -> Buffers:
         """Buffers that exist throughout a step: a frozen tower's weights, and pixels."""
         return {
-            **({"what sees images": 0} if self.away else self._weights),
+            **({"vision tower": 0} if self.away else self._weights),
             "pixels": self.tower.itemsize * self.tower.numbers * self.patches,
         }
 
@@ -215,7 +215,7 @@ class Images:
     @property
     def batch_bytes(self) -> int:
         """Bytes of a batch's pixels and features in forward, without the tower's weights."""
-        return self.forward_bytes - self.standing["what sees images"]
+        return self.forward_bytes - self.standing["vision tower"]
 
     def group_bytes(self, *, backward: bool = False) -> int:
         """Bytes of the tower's activations of one group, in forward or in backward."""
@@ -227,7 +227,7 @@ class Images:
         mask = patches**2 if tower.masks else 0
         return (elements * patches + mask) * tower.itemsize
 
-    def seen(self, *, backward: bool = False) -> Buffers:
+    def tower_buffers(self, *, backward: bool = False) -> Buffers:
         """Returns the buffers of images while the tower runs the last of its groups, forward or
         backward. In forward they have room for the features that are put among the embedded tokens
         afterwards."""
@@ -244,15 +244,15 @@ def with_images(phases: Sequence[Phase], images: Images, standing: Standing) -> 
     """Returns a step's phases with the buffers of images in each, and with the tower's own phases:
     one before the layers' forward, and for a tower in training one after their backward."""
     first, *rest = phases
-    seen = {"gradients": standing.old_gradients(0), **images.seen()}
+    tower_buffers = {"gradients": standing.old_gradients(0), **images.tower_buffers()}
     found = [
-        Phase("images", {**standing.forward(), **seen}),
+        Phase("images", {**standing.forward(), **tower_buffers}),
         Phase(first.name, {**first.buffers, **images.forward}),
         *(Phase(phase.name, {**phase.buffers, **images.backward}) for phase in rest),
     ]
     if images.trained:
         after = {**standing.backward(-1), "gradients": standing.all_gradients()}
-        after |= images.seen(backward=True)
+        after |= images.tower_buffers(backward=True)
         # The last phase is the update, which begins after the tower has its gradients.
         found.insert(-1, Phase("images' gradients", after))
     return found

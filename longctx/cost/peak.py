@@ -38,7 +38,7 @@ GROUPS = {
     ),
     "AdamW's states": ("AdamW's states", "buffers of the update", "buckets"),
     "saved activations": ("kept activations",),
-    "images": ("what sees images", "pixels", "features of images", "a group of images"),
+    "images": ("vision tower", "pixels", "features of images", "a group of images"),
 }
 """Maps a short name to the buffers of a step that it sums. The other buffers are those with which a
 layer, or lm_head and the loss, compute."""

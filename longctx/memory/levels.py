@@ -74,7 +74,7 @@ class Levels:
         self.blocks, self.accumulates = blocks, accumulates
         self.layers = count_layers(blocks)
         forward = [*range(len(blocks))]
-        weights = sorted(forward, key=lambda i: tower_first and blocks[i].sees)
+        weights = sorted(forward, key=lambda i: tower_first and blocks[i].tower)
         late = forward[1:] + forward[:1] if embedding_first else forward
         stays = {"grad"} if keeps_gradients else set[str]()
         self._leaving = [  # the first to leave is the first
@@ -130,7 +130,7 @@ class Levels:
     def _windows(self) -> tuple[Any, Any]:  # (levels,) each
         """The bytes of weights on the GPU that live on the host: in the layers' forward, and in
         backward, where only layers' weights move."""
-        movable = np.array([block.movable and not block.sees for block in self.blocks], bool)
+        movable = np.array([block.movable and not block.tower for block in self.blocks], bool)
         of_layer = np.array([block.layer is not None for block in self.blocks], bool)
 
         def window(which: Any) -> Any:

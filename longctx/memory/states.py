@@ -82,7 +82,7 @@ class BlockSpec:
     """Whether the weights may wait on the host."""
     first: bool = False
     """Whether it computes before all layers, so that its gradient comes after theirs."""
-    sees: bool = False
+    tower: bool = False
     """Whether it is a whole vision tower, frozen: forward reads its weights before all layers, and
     only in batches with images."""
     beside: Sequence[Part] = ()
@@ -117,8 +117,8 @@ class BlockSpec:
             fixed=not self.modules,
             layer=self.layer,
             first=self.first,
-            tied=len(self.modules) > 1 and not self.sees,
-            sees=self.sees,
+            tied=len(self.modules) > 1 and not self.tower,
+            tower=self.tower,
         )
 
 

@@ -87,7 +87,7 @@ def without_links(text: str) -> str:
         mark, said, target = match.groups()
         page = Path(target.partition("#")[0])
         if mark:
-            return f"*(picture: {said})*"
+            return f"*(image: {said})*"
         if re.match(r"https?:", target):
             return f"{said} ({target})"
         if page.suffix == ".md" and page.parent == Path() and page.stem.lower() in PAGES:

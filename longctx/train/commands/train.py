@@ -17,8 +17,8 @@ from typing import IO, Any, NamedTuple
 from transformers import PretrainedConfig, set_seed
 
 from longctx.errors import UserError, print_rank0
-from longctx.images.room_for_images import SeenTokens, prepare
-from longctx.train.data.origins import check_sources, document_names, picture_files, pictures_of
+from longctx.images.room_for_images import ImageTokens, prepare
+from longctx.train.data.origins import check_sources, document_names, image_files, images_of
 from longctx.train.data.pack.batches import as_arrays
 from longctx.train.data.packed_rows import RowOptions, build_dataset
 from longctx.train.data.row_report import counts, pixels_identity, rows_identity
@@ -41,7 +41,7 @@ from longctx.train.output.folder import (
     check_disk_space,
     check_output_dir,
     clear_output_dir,
-    keep_pictures,
+    keep_images,
     lock_folder,
     open_output_dir,
 )
@@ -49,11 +49,18 @@ from longctx.train.output.inputs import named_inputs
 from longctx.train.output.record import Record
 from longctx.train.output.resume import resolve_resume, resuming
 from longctx.train.report.done import summarise
-from longctx.train.report.example import numbered_pictures, show_example
+from longctx.train.report.example import numbered_images, show_example
 from longctx.train.report.predicted import Foreseen, foresee
 from longctx.train.report.sample import sample
 from longctx.train.start.described import describe_run
-from longctx.train.start.eyes import Eyes, check_no_vision, check_shared_rows, eyes_of, use_workers
+from longctx.train.start.image_batches import Batches, ImageCollator, RowsWithImages
+from longctx.train.start.image_processor import (
+    LazyProcessor,
+    check_no_vision,
+    check_shared_rows,
+    processor_of,
+    use_workers,
+)
 from longctx.train.start.loading import (
     check_request,
     compute_dtype,
@@ -63,7 +70,6 @@ from longctx.train.start.loading import (
 )
 from longctx.train.start.options import check_layers, check_rows, check_towers, parse_args
 from longctx.train.start.packing_rule import needs_one_document
-from longctx.train.start.picture_batches import Batches, PictureCollator, Pictured
 from longctx.train.start.reference_rows import References, check_reference
 from longctx.train.start.teacher import check_teacher, load_teacher, teacher_identity
 from longctx.train.start.trackers import tracked_as, tracked_name
@@ -101,12 +107,12 @@ class Requested(NamedTuple):
 
 class Checked(NamedTuple):
     """Holds the tokenizer and the configurations, which are read before any weights, and what reads
-    pictures if the model sees some."""
+    images if the model sees some."""
 
     tokenizer: Any
     config: PretrainedConfig
     teacher: PretrainedConfig | None
-    eyes: Eyes | None
+    lazy: LazyProcessor | None
 
 
 class Folder(NamedTuple):
@@ -123,10 +129,10 @@ class RunRows(NamedTuple):
     train: Any
     eval: Any
     names: Callable[[Iterable[int]], list[str]]
-    pictures: Any = None
-    """The processor, if there are pictures in the rows."""
-    seen: Sequence[SeenTokens] = ()
-    """The tokens of pictures in the rows that are trained, and in those that are evaluated."""
+    images: Any = None
+    """The processor, if there are images in the rows."""
+    image_tokens: Sequence[ImageTokens] = ()
+    """The tokens of images in the rows that are trained, and in those that are evaluated."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -143,12 +149,12 @@ def main(argv: list[str] | None = None) -> None:
         if asked.train.process_index == 0:
             row = next(iter(rows.train))
             named = rows.names(row["documents"])
-            pictures = None
-            if rows.pictures:
-                find = pictures_of(asked.data, asked.data.train_file, asked.task.rows)
+            images = None
+            if rows.images:
+                find = images_of(asked.data, asked.data.train_file, asked.task.rows)
                 sources = find(row["documents"])
-                pictures = numbered_pictures(row["input_ids"], rows.pictures, sources)
-            show_example(row, named, checked.tokenizer, rows=asked.task.rows, pictures=pictures)
+                images = numbered_images(row["input_ids"], rows.images, sources)
+            show_example(row, named, checked.tokenizer, rows=asked.task.rows, images=images)
         return
     keep_read(asked, rows, folder)
     counted = {"train": counts(rows.train)}
@@ -157,7 +163,7 @@ def main(argv: list[str] | None = None) -> None:
     batches = make_batches(asked, checked, rows)
     references, run = define_run(asked, checked, rows, batches)
     if folder.foreseen:  # the plan is shown late, since its seconds depend on documents' lengths
-        folder.foreseen.show(rows.train, rows.seen[0] if rows.seen else None)
+        folder.foreseen.show(rows.train, rows.image_tokens[0] if rows.image_tokens else None)
     rows = load_others(asked, checked, rows, references)
     trainer, record = load(asked, checked, rows, batches, references, run, counted)
     # An earlier run's files stay until all that may fail before the first step has not failed.
@@ -203,8 +209,8 @@ def check_models(asked: Requested) -> Checked:
         teacher = check_teacher(model_args, args, config, tokenizer, asked.engine)
     if asked.task.has_reference and args.reference:
         check_reference(model_args, args, config)
-    eyes = eyes_of(model_args, data_args, asked.task, config, tokenizer)
-    return Checked(tokenizer, config, teacher, eyes)
+    lazy = processor_of(model_args, data_args, asked.task, config, tokenizer)
+    return Checked(tokenizer, config, teacher, lazy)
 
 
 def open_folder(asked: Requested, checked: Checked) -> Folder:
@@ -224,7 +230,7 @@ def open_folder(asked: Requested, checked: Checked) -> Folder:
 def make_rows(asked: Requested, checked: Checked) -> RunRows:
     """Makes packed rows of seq_len, or rows of one document each, of documents and their tokens."""
     (model_args, data_args, args), task, config = asked.options, asked.task, checked.config
-    eyes = checked.eyes
+    lazy = checked.image_processor
     one_document = needs_one_document(model_args, args, config, text=task.rows == "text")
 
     def build(files: list[str] | None, **of_evaluation: bool) -> Any:
@@ -240,7 +246,7 @@ def make_rows(asked: Requested, checked: Checked) -> RunRows:
                 mismatched=task.mismatched,
                 one_document=one_document,
                 **of_evaluation,
-                sight=None if eyes is None else eyes.sight(),
+                image_reading=None if lazy is None else lazy.image_reading(),
                 config=config,
             ),
         )
@@ -252,41 +258,41 @@ def make_rows(asked: Requested, checked: Checked) -> RunRows:
         elif data_args.eval_file:
             eval_rows = build(data_args.eval_file, evaluates=True)
     check_rows(args, train_rows, eval_rows)
-    sees = eyes is not None
-    names = document_names(data_args, data_args.train_file, task.rows, sees=sees)
-    pictures = eyes and eyes.pictures
-    if pictures is None:
+    with_images = lazy is not None
+    names = document_names(data_args, data_args.train_file, task.rows, with_images=with_images)
+    images = lazy and lazy.processor
+    if images is None:
         check_no_vision(model_args, data_args)
         return RunRows(train_rows, eval_rows, names)
     check_shared_rows(args, task, config)
     use_workers(args)
-    counted = [SeenTokens.of(one, pictures) for one in (train_rows, eval_rows) if one is not None]
-    return RunRows(train_rows, eval_rows, names, pictures, counted)
+    counted = [ImageTokens.of(one, images) for one in (train_rows, eval_rows) if one is not None]
+    return RunRows(train_rows, eval_rows, names, images, counted)
 
 
 def keep_read(asked: Requested, rows: RunRows, folder: Folder) -> None:
-    """Keeps the pictures that records name from being deleted with the folder."""
+    """Keeps the images that records name from being deleted with the folder."""
     data_args = asked.data
-    if rows.pictures is not None:
+    if rows.images is not None:
         for files in (data_args.train_file, data_args.eval_file):
             if files or data_args.dataset_name:
-                keep_pictures(folder.path, picture_files(data_args, files, asked.task.rows))
+                keep_images(folder.path, image_files(data_args, files, asked.task.rows))
 
 
 def make_batches(asked: Requested, checked: Checked, rows: RunRows) -> Batches:
-    """Returns what makes batches of the rows; those with pictures get pixels."""
+    """Returns what makes batches of the rows; those with images get pixels."""
     (model_args, data_args, args), task = asked.options, asked.task
-    sees = rows.pictures is not None
-    collate = task.collator(model_args.class_type, alone=sees)
-    if not sees:
-        return Batches(collate, lambda what, given: as_arrays(given), sees)
+    with_images = rows.images is not None
+    collate = task.collator(model_args.class_type, alone=with_images)
+    if not with_images:
+        return Batches(collate, lambda what, given: as_arrays(given), with_images)
     files = {"train": data_args.train_file, "eval": data_args.eval_file or data_args.train_file}
 
     def read(what: str, given: Any) -> Any:
-        return Pictured(given, pictures_of(data_args, files[what], task.rows))
+        return RowsWithImages(given, images_of(data_args, files[what], task.rows))
 
     dtype = compute_dtype(model_args, args.device)
-    return Batches(PictureCollator(rows.pictures, checked.config, dtype, collate), read, sees)
+    return Batches(ImageCollator(rows.images, checked.config, dtype, collate), read, with_images)
 
 
 def define_run(
@@ -306,7 +312,7 @@ def define_run(
         num_processes=args.world_size,
         base=weights_identity(model_args.source, checked.config) if adapters else None,
         reference=references.identity if references else None,
-        pictures=pixels_identity(rows.train, rows.pictures) if rows.pictures else None,
+        images=pixels_identity(rows.train, rows.images) if rows.images else None,
         teacher=teacher_identity(model_args, args, teacher) if teacher is not None else None,
     )
     check_same_run(
@@ -344,8 +350,9 @@ def load(
     (model_args, _, args), engine, resumed = asked.options, asked.engine, asked.resume is not None
     set_seed(args.seed)  # data that is in the cache draws no numbers: the weights are the same then
     with explained_oom_of_weights(engine, model_args):
-        sees = rows.pictures is not None
-        model = load_model(model_args, checked.config, device=args.device, engine=engine, sees=sees)
+        with_images = rows.images is not None
+        of_model: dict[str, Any] = dict(device=args.device, engine=engine, with_images=with_images)
+        model = load_model(model_args, checked.config, **of_model)
         with explained_options("these options"):
             trainer = LongTrainer(
                 model=model,
@@ -361,9 +368,9 @@ def load(
                 document_names=rows.names,
                 run=run,
             )
-        if rows.pictures and trainer.runtime:
+        if rows.images and trainer.runtime:
             rows_a_batch = args.per_device_train_batch_size
-            prepare(trainer.model, trainer.runtime, rows.seen, rows_a_batch)
+            prepare(trainer.model, trainer.runtime, rows.image_tokens, rows_a_batch)
         trainer.place(asked.resume)
         if references and not args.reference:
             references.of_the_start(trainer, rows.given, resumed=resumed)

@@ -1,5 +1,5 @@
 """Where rows come from: the records of files and datasets, and what each row's documents and
-pictures are called there.
+images are called there.
 
 The documents of files are kept as an Arrow file under a name of what was read. A dataset's records
 stay where they are.
@@ -27,16 +27,16 @@ from longctx.train.data.pack.cache import (
 )
 from longctx.train.data.reading.files import find_files, stdlib_files
 from longctx.train.data.reading.groups import READERS, Rows
-from longctx.train.data.reading.kinds import LINE_SUFFIXES, record_suffix
-from longctx.train.data.reading.named_datasets import check_dataset_name, load_records
-from longctx.train.data.reading.picture_sources import (
+from longctx.train.data.reading.image_sources import (
     DATA_URL,
     Source,
     linked_files,
     source_named,
     undecoded,
 )
-from longctx.train.data.reading.records import FORMATS, WITH_PICTURES, Document
+from longctx.train.data.reading.kinds import LINE_SUFFIXES, record_suffix
+from longctx.train.data.reading.named_datasets import check_dataset_name, load_records
+from longctx.train.data.reading.records import FORMATS, WITH_IMAGES, Document
 from longctx.train.data.reading.sources import read_documents
 from longctx.train.data.text.tokens import DOCUMENT_FEATURES, Reader, folder_of
 from longctx.train.options.config import DataArguments
@@ -68,91 +68,96 @@ def check_kind(args: DataArguments, files: list[str] | None, rows: Rows) -> None
         )
 
 
-def pictures_of(
+def images_of(
     args: DataArguments, files: list[str] | None, rows: Rows = "text"
 ) -> Callable[[Iterable[int]], list[Source]]:
-    """Returns what finds the pictures of a row's documents, in their order, given its `documents`.
+    """Returns what finds the images of a row's documents, in their order, given its `documents`.
 
-    `args`, `files` and `rows` are those of a `build_dataset` with `sight`.
+    `args`, `files` and `rows` are those of a `build_dataset` with `image_reading`.
     """
     records, name = _records_of(args, files, rows)
-    document = Reader(records.features, name, rows, sees=True)
+    document = Reader(records.features, name, rows, with_images=True)
 
     def found(numbers: Iterable[int]) -> list[Source]:
         sources: list[Source] = []
         for number in numbers:
             read = document(records[int(number)], int(number)) if number >= 0 else None
-            if read is not None and read.kind in WITH_PICTURES:
+            if read is not None and read.kind in WITH_IMAGES:
                 for count, named in enumerate(read.content["pictures"], 1):
-                    sources.append(source_named(named, f"{read.where}: picture {count}"))
+                    sources.append(source_named(named, f"{read.where}: image {count}"))
         return sources
 
     return found
 
 
-def picture_files(
+def image_files(
     args: DataArguments, files: list[str] | None, rows: Rows = "text"
 ) -> Iterator[Path]:
-    """Yields the files of pictures that records name, given what `pictures_of` is given."""
-    return named_picture_files(*_records_of(args, files, rows))
+    """Yields the files of images that records name, given what `images_of` is given."""
+    return named_image_files(*_records_of(args, files, rows))
 
 
 def _records_of(
     args: DataArguments, files: list[str] | None, rows: Rows
 ) -> tuple[Dataset, str | None]:
-    """Returns the records of a `build_dataset` with `sight`, and the name of their dataset; None
+    """Returns the records of a `build_dataset` with `image_reading`, and the name of their dataset; None
     for files."""
     if files is None and args.dataset_name:
         loaded = load_records(args)
         assert isinstance(loaded, Dataset)
         return undecoded(loaded), args.dataset_name
     paths = stdlib_files() if files is None else find_files(files)
-    return file_documents(args, paths, rows=rows, sees=True), None
+    return file_documents(args, paths, rows=rows, with_images=True), None
 
 
-def named_picture_files(records: Dataset, name: str | None) -> Iterator[Path]:
+def named_image_files(records: Dataset, name: str | None) -> Iterator[Path]:
     if name is not None:
         files = linked_files(records, folder_of(name))
         yield from (file for file in files if file.is_file())
         return
     for kind, content in zip(records["kind"], records["content"], strict=True):
-        for named in json.loads(content)["pictures"] if kind in WITH_PICTURES else ():
+        for named in json.loads(content)["pictures"] if kind in WITH_IMAGES else ():
             if not named.startswith(DATA_URL):
                 yield Path(named)
 
 
 def document_names(
-    args: DataArguments, files: list[str] | None, rows: Rows = "text", *, sees: bool = False
+    args: DataArguments, files: list[str] | None, rows: Rows = "text", *, with_images: bool = False
 ) -> Callable[[Iterable[int]], list[str]]:
     """Returns what says where the records of a row came from (`file`, `file:line`), given its
     `documents`.
 
-    `args`, `files` and `rows` are those of `build_dataset`, and `sees` whether it had a `sight`;
+    `args`, `files` and `rows` are those of `build_dataset`, and `with_images` whether it had an `image_reading`;
     files that change afterwards change no name.
     """
     if files is None and args.dataset_name:
         kind = "record of the shuffled stream" if args.streaming else "row"
         return lambda numbers: [f"{args.dataset_name} {kind} {n}" for n in numbers if n >= 0]
     paths = stdlib_files() if files is None else find_files(files)
-    path = _documents_path(args, paths, rows, sees=sees)
+    path = _documents_path(args, paths, rows, with_images=with_images)
 
     def names(numbers: Iterable[int]) -> list[str]:
-        if not path.exists() and _documents_path(args, paths, rows, sees=sees) != path:
+        if (
+            not path.exists()
+            and _documents_path(args, paths, rows, with_images=with_images) != path
+        ):
             raise UserError("the data has changed since it was read")
-        documents = file_documents(args, paths, path, rows, sees=sees)
+        documents = file_documents(args, paths, path, rows, with_images=with_images)
         return [documents[number]["where"] for number in numbers if number >= 0]
 
     return names
 
 
-def files_identity(args: DataArguments, files: list[Path], rows: Rows, *, sees: bool) -> list[Any]:
+def files_identity(
+    args: DataArguments, files: list[Path], rows: Rows, *, with_images: bool
+) -> list[Any]:
     """Returns all that decides what is read from files. Tables and .json were once read as plain
     text, so their records have a name of their own."""
     suffixes = {record_suffix(file) for file in files} - {None, *LINE_SUFFIXES}
     more = (
         ["records"] * bool(suffixes)
         + ["undecodable"] * args.allow_undecodable
-        + ["pictures"] * sees
+        + ["pictures"] * with_images
     )
     return [*map(file_identity, files), *more, *limit_key(args), *kind_key(rows)]
 
@@ -168,8 +173,10 @@ def kind_key(rows: Rows) -> list[Rows]:
     return [] if rows == "text" else [rows]
 
 
-def _documents_path(args: DataArguments, files: list[Path], rows: Rows, *, sees: bool) -> Path:
-    key = digest(files_identity(args, files, rows, sees=sees))
+def _documents_path(
+    args: DataArguments, files: list[Path], rows: Rows, *, with_images: bool
+) -> Path:
+    key = digest(files_identity(args, files, rows, with_images=with_images))
     return cache_path(expanded(args.cache_dir), "documents", key)
 
 
@@ -179,11 +186,11 @@ def file_documents(
     path: Path | None = None,
     rows: Rows = "text",
     *,
-    sees: bool = False,
+    with_images: bool = False,
 ) -> Dataset:
     """Returns the documents of files, as columns. They are read once and kept at `path`, so that
-    they need not fit in RAM. If the model `sees`, they may name pictures."""
-    path = path or _documents_path(args, files, rows, sees=sees)
+    they need not fit in RAM. If the model `with_images`, they may name images."""
+    path = path or _documents_path(args, files, rows, with_images=with_images)
 
     def columns(document: Document) -> dict[str, Any]:
         content = json.dumps(document.content, ensure_ascii=False)
@@ -198,7 +205,7 @@ def file_documents(
             allow_undecodable=args.allow_undecodable,
             rows=rows,
             max_samples=args.max_samples,
-            sees=sees,
+            with_images=with_images,
         ),
         desc="Reading",
         unit=" documents",

@@ -36,7 +36,7 @@ from longctx.train.data.origins import (
     files_identity,
     kind_key,
     limit_key,
-    named_picture_files,
+    named_image_files,
     place_namer,
 )
 from longctx.train.data.pack.cache import (
@@ -59,10 +59,10 @@ from longctx.train.data.pack.packing_groups import (
 )
 from longctx.train.data.reading.files import find_files, stdlib_files
 from longctx.train.data.reading.groups import Rows
-from longctx.train.data.reading.media import PICTURES
+from longctx.train.data.reading.image_sources import undecoded
+from longctx.train.data.reading.media import IMAGE_COLUMNS
 from longctx.train.data.reading.named_datasets import load_records
-from longctx.train.data.reading.picture_sources import undecoded
-from longctx.train.data.reading.records import WITH_PICTURES
+from longctx.train.data.reading.records import WITH_IMAGES
 from longctx.train.data.row_report import pixels_hash, read_report, replaced_bytes, stats_of
 from longctx.train.data.streamed import stream_rows
 from longctx.train.data.text.encoding import check_vocabulary, pad_token_id
@@ -70,18 +70,18 @@ from longctx.train.data.text.remarks import media_line, unread_lines
 from longctx.train.data.text.tokens import Reader, groups_of, kinds_of, pieces_of, tokens_of
 from longctx.train.options.config import DataArguments
 
-if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
-    from longctx.train.data.pictures.processor import Pictures
+if TYPE_CHECKING:  # Pillow is needed where images are read alone
+    from longctx.train.data.images.processor import ImageProcessor
 
 
-class Sight(NamedTuple):
-    """The way in which `build_dataset` reads the pictures of records, for a vision-language
+class ImageReading(NamedTuple):
+    """The way in which `build_dataset` reads the images of records, for a vision-language
     model."""
 
-    read: Callable[[], Pictures]
-    """Reads the processor. It is called if there are pictures alone."""
+    read: Callable[[], ImageProcessor]
+    """Reads the processor. It is called if there are images alone."""
     one_document: bool
-    """Whether rows of text with pictures are not packed: where positions do not keep them apart."""
+    """Whether rows of text with images are not packed: where positions do not keep them apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +107,8 @@ class RowOptions:
     """Whether the rows are those of --eval_share; else they are those of the other documents."""
     evaluates: bool = False
     """Whether a run evaluates the rows, for the line that is printed; else it trains on them."""
-    sight: Sight | None = None
-    """The way in which pictures are read, whose tokens are in the rows; None: records may name
+    image_reading: ImageReading | None = None
+    """The way in which images are read, whose tokens are in the rows; None: records may name
     none."""
     config: PretrainedConfig | None = None
     """The model's configuration, which may name tokens of media."""
@@ -131,8 +131,8 @@ class _Origin:
     """JSON values that differ if the records do, for the names of the cache's files."""
     records: Dataset | None = None
     """The records; None for files that need not be read if their rows are in the cache."""
-    pictures: Pictures | None = None
-    """The pictures of the records; None if no record names one."""
+    images: ImageProcessor | None = None
+    """The images of the records; None if no record names one."""
 
 
 def build_dataset(
@@ -141,7 +141,7 @@ def build_dataset(
     """Makes packed rows, or finds them in the cache.
 
     Each row is {input_ids, labels, position_ids}, lists of seq_len ints, and {documents}, one
-    number a document (`document_names` turns them into names, `pictures_of` into pictures). Rows of
+    number a document (`document_names` turns them into names, `images_of` into images). Rows of
     "pairs" and "rated" say which tokens are of prompts and answers (packing_groups.py). The same
     arguments give the same rows in the same order.
     Prints one summary line. Raises UserError for bad sources, a record that cannot be trained on,
@@ -160,8 +160,8 @@ def build_dataset(
             one_document=options.one_document,
             config=options.config,
         )
-    sight = options.sight if origin.pictures is not None else None
-    if sight is not None and sight.one_document and options.rows == "text":
+    image_reading = options.image_reading if origin.images is not None else None
+    if image_reading is not None and image_reading.one_document and options.rows == "text":
         options = replace(options, one_document=True)
     remove_leftovers(expanded(args.cache_dir))
     tokens_path, rows_path = _cache_paths(args, tokenizer, options, origin)
@@ -174,8 +174,8 @@ def build_dataset(
 
 
 def _origin(args: DataArguments, options: RowOptions) -> _Origin | IterableDataset:
-    """Finds the records, and reads the processor if they name pictures."""
-    files, rows, sees = options.files, options.rows, options.sight is not None
+    """Finds the records, and reads the processor if they name images."""
+    files, rows, with_images = options.files, options.rows, options.image_reading is not None
     if files is None and args.dataset_name:
         # A run with --eval_share reads the dataset twice and says once what is passed over.
         loaded = load_records(args, None if options.held_out else print_rank0)
@@ -188,23 +188,25 @@ def _origin(args: DataArguments, options: RowOptions) -> _Origin | IterableDatas
         origin = _Origin(paths=[], dataset=args.dataset_name, identity=identity, records=records)
     else:
         paths = stdlib_files() if files is None else find_files(files)
-        identity = files_identity(args, paths, rows, sees=sees)
+        identity = files_identity(args, paths, rows, with_images=with_images)
         origin = _Origin(paths=paths, dataset=None, identity=identity)
-    if options.sight is not None:
-        _look_for_pictures(args, options.sight, rows, origin)
+    if options.image_reading is not None:
+        _look_for_images(args, options.image_reading, rows, origin)
     return origin
 
 
-def _look_for_pictures(args: DataArguments, sight: Sight, rows: Rows, origin: _Origin) -> None:
-    """Reads the processor if records name pictures. Their files decide the rows, too, which count
+def _look_for_images(
+    args: DataArguments, image_reading: ImageReading, rows: Rows, origin: _Origin
+) -> None:
+    """Reads the processor if records name images. Their files decide the rows, too, which count
     their tokens."""
     if origin.records is None:
-        origin.records = file_documents(args, origin.paths, rows=rows, sees=True)
-    kinds = {*WITH_PICTURES} & kinds_of(origin.records, rows)
-    if kinds or {*PICTURES} & {*origin.records.column_names}:
-        origin.pictures = sight.read()
-        files = named_picture_files(origin.records, origin.dataset)
-        origin.identity += [origin.pictures.identity(), *map(file_identity, files)]
+        origin.records = file_documents(args, origin.paths, rows=rows, with_images=True)
+    kinds = {*WITH_IMAGES} & kinds_of(origin.records, rows)
+    if kinds or {*IMAGE_COLUMNS} & {*origin.records.column_names}:
+        origin.images = image_reading.read()
+        files = named_image_files(origin.records, origin.dataset)
+        origin.identity += [origin.images.identity(), *map(file_identity, files)]
 
 
 def _cache_paths(
@@ -238,14 +240,14 @@ def _packed(
     rows_path: Path,
 ) -> tuple[Dataset, dict[str, Any]]:
     """Tokenises and packs the records. Returns the rows and the report that is kept of them."""
-    rows, pictures, records = options.rows, origin.pictures, origin.records
+    rows, images, records = options.rows, origin.images, origin.records
     if records is None:
         records = file_documents(args, origin.paths, rows=rows)
     replaced = replaced_bytes(records) if origin.paths else {}
     if not len(records):
         check_trainable(PackingStats(), options.name(args))
     tokens = tokens_of(
-        tokens_path, records, origin.dataset, tokenizer, options.vocab_size, rows, pictures
+        tokens_path, records, origin.dataset, tokenizer, options.vocab_size, rows, images
     )
     order = np.random.default_rng(options.seed).permutation(len(tokens))
     if args.eval_share:
@@ -255,11 +257,13 @@ def _packed(
     features, stats, packing = _packing(args, options, tokens, order, padding, namer)
     packed = write_arrow(rows_path, features, packing)
     said = lines_of(kinds_of(records, rows), tokenizer)
-    reader = Reader(records.features, origin.dataset, rows, sees=options.sight is not None)
+    reader = Reader(
+        records.features, origin.dataset, rows, with_images=options.image_reading is not None
+    )
     said += [*unread_lines(records, reader, namer)]
-    said += media_line(tokens, tokenizer, options.config, pictures, namer)
+    said += media_line(tokens, tokenizer, options.config, images, namer)
     report = {"stats": asdict(stats), "replaced_bytes": replaced, "said": said}
-    report |= {"pixels": pixels_hash(tokens, order)} if pictures is not None else {}
+    report |= {"pixels": pixels_hash(tokens, order)} if images is not None else {}
     write_text(rows_path.with_suffix(".json"), json.dumps(report))
     return packed, report
 

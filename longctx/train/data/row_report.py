@@ -18,8 +18,8 @@ from longctx.train.data.reading.files import file_of
 from longctx.train.data.reading.groups import Rows
 from longctx.train.options.config import DataArguments
 
-if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
-    from longctx.train.data.pictures.processor import Pictures
+if TYPE_CHECKING:  # Pillow is needed where images are read alone
+    from longctx.train.data.images.processor import ImageProcessor
 
 
 def read_report(path: Path, rows: Rows = "text") -> dict[str, Any] | None:
@@ -61,10 +61,10 @@ def rows_identity(args: DataArguments, rows: Dataset | IterableDataset) -> Any:
     return content_of(rows)
 
 
-def pixels_identity(rows: Dataset | IterableDataset, pictures: Pictures) -> str:
+def pixels_identity(rows: Dataset | IterableDataset, images: ImageProcessor) -> str:
     """Returns what differs if the pixels of the rows of a `build_dataset` do, because the bytes of
-    pictures' files or the processor's settings differ."""
-    return digest(_report_beside(rows).get("pixels"), pictures.settings)
+    images' files or the processor's settings differ."""
+    return digest(_report_beside(rows).get("pixels"), images.settings)
 
 
 def pixels_hash(tokens: Dataset, order: np.ndarray) -> str:  # (n,) int64: numbers of documents

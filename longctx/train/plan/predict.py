@@ -170,7 +170,7 @@ def _phases(
     images = subject.images(run, machine)
     if images is not None:
         placed = zip(decision.specs, decision.places, strict=True)
-        images = replace(images, away=any(not p.weight for spec, p in placed if spec.sees))
+        images = replace(images, away=any(not p.weight for spec, p in placed if spec.tower))
         found = with_images(found, images, standing)
     if more := chosen.graph_bytes:
         found = [Phase(name, {**buffers, "CUDA graphs": more}) for name, buffers in found]

@@ -90,8 +90,10 @@ def step_of(subject: Subject, run: PlannedRun, machine: Machine, backend: str) -
     writes = run.sequence_parallel_size == 1 and BACKENDS[backend].writes_gradients
     fuses = BACKENDS[backend].fuses_sinks
     sizes = replace(sizes, writes_gradients=writes, fuses_sinks=fuses)
-    seen = run.per_device_train_batch_size * run.image_tokens
-    batch = Batch(run.tokens, document, run.gradient_accumulation_steps, run.scored_tokens, seen)
+    in_images = run.per_device_train_batch_size * run.image_tokens
+    batch = Batch(
+        run.tokens, document, run.gradient_accumulation_steps, run.scored_tokens, in_images
+    )
     rates = machine.rates(backend, document, *sizes.scores)
     step = Step(count=StepTable.of, sizes=sizes, batch=batch, rates=rates, offload="none")
     if run.model.class_type == "any":
@@ -127,7 +129,7 @@ def decision_of(
     specs = subject.blocks(
         movable=subject.schedules(run) and run.gpus == 1,
         head_movable=run.task == "sft",  # whose loss is done with lm_head in forward
-        sees=run.image is not None,
+        with_tower=run.image is not None,
     )
     return decide(
         specs,

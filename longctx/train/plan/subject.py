@@ -22,7 +22,7 @@ from longctx.cost.machines import Machine
 from longctx.cost.sizes import Sizes
 from longctx.errors import UserError, one_line
 from longctx.families.adapters import inside_peft
-from longctx.families.blocks import decoder_layers, seeing_block, state_blocks
+from longctx.families.blocks import decoder_layers, state_blocks, tower_block
 from longctx.families.classes import is_classifier, without_storage
 from longctx.families.families import (
     base_of,
@@ -214,17 +214,17 @@ class Subject:
         """The plans that were made of it (predict.py), each with what was asked for."""
 
     def blocks(
-        self, *, movable: bool, head_movable: bool = True, sees: bool = False
+        self, *, movable: bool, head_movable: bool = True, with_tower: bool = False
     ) -> list[BlockSpec]:
-        """Returns the model's `state_blocks`, also of what `sees` images. A plan that does not fit
+        """Returns the model's `state_blocks`, also of the vision tower. A plan that does not fit
         is made 30 times, and the blocks of 512 layers take 0.1 s."""
-        asked = movable, head_movable, sees
+        asked = movable, head_movable, with_tower
         if asked not in self._blocks:
             found = state_blocks(self.model, movable=movable, head_movable=head_movable)
-            if sees:  # what is frozen is at rest here, and in none of these
+            if with_tower:  # what is frozen is at rest here, and in none of these
                 names = {p: name for name, p in self.model.named_parameters()}
-                seeing = seeing_block(self.model, names, movable=movable)
-                found[1:1] = [seeing] if seeing else []
+                of_towers = tower_block(self.model, names, movable=movable)
+                found[1:1] = [of_towers] if of_towers else []
             self._blocks[asked] = found
         return self._blocks[asked]
 
@@ -276,7 +276,7 @@ class Subject:
         return found.why_unknown(self.sizes(run)) if found else None
 
     @property
-    def sees(self) -> bool:
+    def with_tower(self) -> bool:
         """Whether it is a vision-language model."""
         return self.whole.model_type in PREFIXES
 

@@ -28,7 +28,7 @@ from longctx.families.classes import (
     as_reward_model,
     auto_class,
     is_classifier,
-    sees_images,
+    takes_images,
     without_storage,
 )
 from longctx.families.families import family_of, has_windows, not_known, score_cap
@@ -90,7 +90,7 @@ def load_config(
             )
     (as_reward_model if rewards else as_language_model)(config)
     set_dropout_(config, args.dropout)
-    text = config.get_text_config() if sees_images(config) else config
+    text = config.get_text_config() if takes_images(config) else config
     _check_layers(args, config, text)
     check_parts("--parts", args.patch_options, config)
     _check_context(text, args, flag)
@@ -181,11 +181,11 @@ def load_model(
     device: torch.device,
     engine: Engine | None = None,
     role: str = "",
-    sees: bool = False,
+    with_images: bool = False,
 ) -> PreTrainedModel:
     """Returns the model in `args.dtype`, patched as `args.class_type` says, in a PeftModel if it
     gets adapters. Prints what was patched, and the model's `role` if it is not the one that trains.
-    With `sees` it will be given images.
+    With `with_images` batches will have images.
 
     Pretrained weights are read (under ZeRO-3 and FSDP2 the first process hands the others their
     parts); a preset's are random (seed them with `transformers.set_seed`).
@@ -195,7 +195,7 @@ def load_model(
     dtype = _dtype(args.dtype, device)
     model = _with_weights(args, config, dtype, device, engine or Plain())
     keep_layout_(model)
-    seeing = _train_towers(model, args, sees=sees)
+    of_towers = _train_towers(model, args, with_images=with_images)
     if args.class_type != "any":  # whose patch does it
         keep_documents_apart(model)
     patched = patch_as(model, args.patch_options, device)
@@ -250,15 +250,15 @@ def _with_weights(
     return model
 
 
-def _train_towers(model: Any, args: ModelArguments, *, sees: bool) -> str:
+def _train_towers(model: Any, args: ModelArguments, *, with_images: bool) -> str:
     """Trains the vision towers if asked for, or freezes them. Returns what is said of them."""
-    if sees:
+    if with_images:
         for _, tower in towers(model):
             tower.requires_grad_(args.train_vision)
-        return f"; what sees images is {'trained, too' if args.train_vision else 'frozen'}"
+        return f"; the vision tower is {'trained, too' if args.train_vision else 'frozen'}"
     if any(towers(model)):
         rest_(model)
-        return "; what sees images stays in host memory, frozen"
+        return "; the vision tower stays in host memory, frozen"
     return ""
 
 
