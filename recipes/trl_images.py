@@ -13,7 +13,7 @@ first question:
 
 Processors of Qwen's models and of Mistral 3 need torchvision, the release that belongs to the torch
 that is installed. Every image is opened before anything is loaded; one that is none is named with
-its line. What sees the images, and what projects their features, is frozen without
+its line. The vision tower, with what projects its features, is frozen without
 --train_vision.
 """
 
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("data", type=Path, help="a JSONL file")
     parser.add_argument("output", help="a folder for the trained model")
     parser.add_argument("--max_steps", type=int, default=-1, help="default: one epoch")
-    parser.add_argument("--train_vision", action="store_true", help="train what sees, too")
+    parser.add_argument("--train_vision", action="store_true", help="train the vision tower, too")
     args = parser.parse_args(argv)
     try:
         rows = Dataset.from_list(longctx.conversations(args.data))

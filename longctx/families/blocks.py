@@ -123,10 +123,10 @@ def _blocks(
         if tied
         else block("embedding", first, None, movable)
     ]
-    of_towers = tower_block(model, names, movable=movable, prefix=prefix)
-    if of_towers is not None and at_rest(model).isdisjoint(of_towers.modules):
-        taken.update(of_towers.parameters.values())
-        blocks.append(of_towers)
+    tower = tower_block(model, names, movable=movable, prefix=prefix)
+    if tower is not None and at_rest(model).isdisjoint(tower.modules):
+        taken.update(tower.parameters.values())
+        blocks.append(tower)
     for i, layer in enumerate(decoder_layers(model)):
         blocks.append(block(f"layer {i}", [layer], i, movable))
     if head is not None and not tied:

@@ -117,7 +117,7 @@ def _levels(
 ) -> list[Levels]:
     """Returns the levels of each order in which states leave. They are kept, so that plans of one
     model with other rows or another budget share their counts."""
-    of_towers = any(block.tower and block.movable for block in blocks)
+    moves_tower = any(block.tower and block.movable for block in blocks)
     return [
         Levels(
             blocks,
@@ -130,7 +130,7 @@ def _levels(
         )
         for order in ORDERS
         for first in (False, True)
-        for tower_first in ([False, True] if of_towers else [False])
+        for tower_first in ([False, True] if moves_tower else [False])
     ]
 
 

@@ -207,7 +207,7 @@ def test_a_head_that_losses_read_stays() -> None:
     assert not named["lm_head"].movable and named["embedding"].movable
 
 
-def test_what_sees_images_is_a_block() -> None:
+def test_the_vision_tower_is_a_block() -> None:
     """A tower that trains has its gradients last, as the embedding has, and stays on the GPU; a
     frozen one computes after the embedding and may wait on the host; one at rest is in no block."""
     model = vision_model("qwen3_vl")

@@ -230,7 +230,7 @@ def open_folder(asked: Requested, checked: Checked) -> Folder:
 def make_rows(asked: Requested, checked: Checked) -> RunRows:
     """Makes packed rows of seq_len, or rows of one document each, of documents and their tokens."""
     (model_args, data_args, args), task, config = asked.options, asked.task, checked.config
-    lazy = checked.image_processor
+    lazy = checked.lazy
     one_document = needs_one_document(model_args, args, config, text=task.rows == "text")
 
     def build(files: list[str] | None, **of_evaluation: bool) -> Any:

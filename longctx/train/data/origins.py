@@ -100,8 +100,8 @@ def image_files(
 def _records_of(
     args: DataArguments, files: list[str] | None, rows: Rows
 ) -> tuple[Dataset, str | None]:
-    """Returns the records of a `build_dataset` with `image_reading`, and the name of their dataset; None
-    for files."""
+    """Returns the records of a `build_dataset` with `image_reading`, and the name of their
+    dataset; None for files."""
     if files is None and args.dataset_name:
         loaded = load_records(args)
         assert isinstance(loaded, Dataset)
@@ -127,8 +127,8 @@ def document_names(
     """Returns what says where the records of a row came from (`file`, `file:line`), given its
     `documents`.
 
-    `args`, `files` and `rows` are those of `build_dataset`, and `with_images` whether it had an `image_reading`;
-    files that change afterwards change no name.
+    `args`, `files` and `rows` are those of `build_dataset`, and `with_images` whether it had an
+    `image_reading`; files that change afterwards change no name.
     """
     if files is None and args.dataset_name:
         kind = "record of the shuffled stream" if args.streaming else "row"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,7 +63,13 @@ from longctx.train.data.reading.image_sources import undecoded
 from longctx.train.data.reading.media import IMAGE_COLUMNS
 from longctx.train.data.reading.named_datasets import load_records
 from longctx.train.data.reading.records import WITH_IMAGES
-from longctx.train.data.row_report import pixels_hash, read_report, replaced_bytes, stats_of
+from longctx.train.data.row_report import (
+    pixels_hash,
+    read_report,
+    replaced_bytes,
+    saved_counts,
+    stats_of,
+)
 from longctx.train.data.streamed import stream_rows
 from longctx.train.data.text.encoding import check_vocabulary, pad_token_id
 from longctx.train.data.text.remarks import media_line, unread_lines
@@ -262,7 +268,7 @@ def _packed(
     )
     said += [*unread_lines(records, reader, namer)]
     said += media_line(tokens, tokenizer, options.config, images, namer)
-    report = {"stats": asdict(stats), "replaced_bytes": replaced, "said": said}
+    report = {"stats": saved_counts(stats), "replaced_bytes": replaced, "said": said}
     report |= {"pixels": pixels_hash(tokens, order)} if images is not None else {}
     write_text(rows_path.with_suffix(".json"), json.dumps(report))
     return packed, report

@@ -4,6 +4,7 @@ cache prints the lines that the run which made them printed."""
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,13 @@ def read_report(path: Path, rows: Rows = "text") -> dict[str, Any] | None:
 
 
 def stats_of(counted: dict[str, Any], rows: Rows) -> PackingStats | GroupStats:
-    return PackingStats(**counted) if rows == "text" else GroupStats(**counted)
+    named = {"images" if name == "pictures" else name: n for name, n in counted.items()}
+    return PackingStats(**named) if rows == "text" else GroupStats(**named)
+
+
+def saved_counts(stats: PackingStats | GroupStats) -> dict[str, Any]:
+    """Returns counts as files have them, where images are called pictures."""
+    return {"pictures" if name == "images" else name: n for name, n in asdict(stats).items()}
 
 
 def counts(rows: Dataset | IterableDataset) -> dict[str, int]:

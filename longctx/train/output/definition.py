@@ -25,7 +25,7 @@ OPTIONS = tuple(
 are recorded by their weights."""
 APPLIED = tuple(name for name, known in ABOUT.items() if known.resume is Resume.APPLIED)
 DATA, MODEL, BASE, PROCESSES = "data", "model", "base", "num_processes"
-REFERENCE, TEACHER, IMAGES = "reference", "teacher", "pictures"
+REFERENCE, TEACHER, IMAGES = "reference", "teacher", "pictures"  # as checkpoints have them
 NAMES = (*OPTIONS, DATA, IMAGES, MODEL, BASE, REFERENCE, TEACHER, PROCESSES)
 """Names that `--allow_changed` takes."""
 

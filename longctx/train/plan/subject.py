@@ -223,8 +223,8 @@ class Subject:
             found = state_blocks(self.model, movable=movable, head_movable=head_movable)
             if with_tower:  # what is frozen is at rest here, and in none of these
                 names = {p: name for name, p in self.model.named_parameters()}
-                of_towers = tower_block(self.model, names, movable=movable)
-                found[1:1] = [of_towers] if of_towers else []
+                block = tower_block(self.model, names, movable=movable)
+                found[1:1] = [block] if block else []
             self._blocks[asked] = found
         return self._blocks[asked]
 

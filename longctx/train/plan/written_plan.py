@@ -143,8 +143,8 @@ class Given:
         """Returns the place of each block. Raises UserError if the model has other blocks than the
         plan places, or if something that the plan places on the host cannot wait there."""
         others = iter(self.places)
-        of_towers = Place(weight=self.tower_on_gpu)
-        found = [of_towers if spec.tower else next(others, None) for spec in specs]
+        of_tower = Place(weight=self.tower_on_gpu)
+        found = [of_tower if spec.tower else next(others, None) for spec in specs]
         places = [place for place in found if place is not None]
         whole = len(places) == len(specs) and next(others, None) is None
         if not whole or not all(map(_may_be, specs, places)):

@@ -59,11 +59,11 @@ class RowsWithImages(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         row = self.rows[int(number)]
-        return {**row, "pictures": [self.sources([n]) for n in row["documents"].tolist()]}
+        return {**row, "images": [self.sources([n]) for n in row["documents"].tolist()]}
 
 
 class ImageCollator:
-    """Makes batches of rows of `Imaged`."""
+    """Makes batches of `RowsWithImages`."""
 
     def __init__(
         self,
@@ -101,13 +101,13 @@ class ImageCollator:
         """Returns the images of each of a row's documents. Raises UserError if the row has not
         as many tokens as they need."""
         opened, needed = [], 0
-        for sources in row["pictures"]:
+        for sources in row["images"]:
             names = [*map(_name, sources)]
             opened.append([*map(self.processor.opened, sources, names)])
             sizes = (image.size for image in opened[-1])
             needed += sum(map(self.processor.tokens_of, sizes, names))
         if needed != int(self.processor.marks(np.asarray(row["input_ids"])).sum()):
-            names = [_name(source) for sources in row["pictures"] for source in sources]
+            names = [_name(source) for sources in row["images"] for source in sources]
             raise UserError(
                 f"{', '.join(names)}: images have changed since they were counted: begin again, "
                 "so that rows are made of them as they are"

@@ -195,7 +195,7 @@ def load_model(
     dtype = _dtype(args.dtype, device)
     model = _with_weights(args, config, dtype, device, engine or Plain())
     keep_layout_(model)
-    of_towers = _train_towers(model, args, with_images=with_images)
+    of_tower = _train_towers(model, args, with_images=with_images)
     if args.class_type != "any":  # whose patch does it
         keep_documents_apart(model)
     patched = patch_as(model, args.patch_options, device)
@@ -204,7 +204,7 @@ def load_model(
     line = (
         f"{role and role + ', '}{args.class_type}: {type(model).__name__}, "
         f"{counted(sum(map(whole_numel, model.parameters())))} parameters in "
-        f"{str(dtype).removeprefix('torch.')}; {patched}{seeing}"
+        f"{str(dtype).removeprefix('torch.')}; {patched}{of_tower}"
     )
     if args.lora_r is not None:
         model, adapters = add_adapters(model, args)

@@ -2,7 +2,7 @@
 model itself.
 
     rows, mismatched   before data is read     which records, and what a packed row holds of them
-    sees                                       whether they may have images
+    with_images                                whether they may have images
     has_reference      before training         whether a reference model's log-probabilities count
     collate            a batch                 rows -> tensors
     attach             once the model is there

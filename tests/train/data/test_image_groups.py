@@ -96,7 +96,7 @@ def test_places_keep_their_order(folder) -> None:
 
 T = PAIRS["TRL"]
 REFUSED = {
-    "more images": ({**T, "images": ["red.png"] * 2}, "has 1 image parts or <image> and 2 pict"),
+    "more images": ({**T, "images": ["red.png"] * 2}, "has 1 image parts or <image> and 2 imag"),
     "more places": (
         {**T, "prompt": [turn(USER, [PLACE, PLACE, TEXT])]},
         "has 2 image parts or <image> and 1 image",
@@ -152,7 +152,7 @@ def model_of(tmp_path_factory) -> Any:
 
 def rows_of(found: Any, **options: Any) -> list[dict[str, list[Any]]]:
     rows = found.rows(**options)
-    return [{k: x.tolist() for k, x in r.items() if k not in ("pictures", "margins")} for r in rows]
+    return [{k: x.tolist() for k, x in r.items() if k not in ("images", "margins")} for r in rows]
 
 
 def test_each_image_is_opened_once(model_of, tmp_path) -> None:

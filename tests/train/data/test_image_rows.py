@@ -42,7 +42,7 @@ def test_tokens_and_masks_are_those_of_the_processor(kind, model_of, tmp_path) -
 def rows_and_batches(read: Any) -> list[Any]:
     rows = read.rows(seq_len=150)
     batches = [read.collate([rows[n], rows[(n + 1) % len(rows)]]) for n in range(len(rows))]
-    return [[row[name].tolist() for name in sorted(row) if name != "pictures"] for row in rows] + [
+    return [[row[name].tolist() for name in sorted(row) if name != "images"] for row in rows] + [
         {name: x.tolist() for name, x in batch.items()} for batch in batches
     ]
 

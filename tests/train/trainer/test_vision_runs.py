@@ -203,7 +203,7 @@ def test_a_plan_counts_the_text_model_alone(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("engine", "processes"), [(Plain(), 2), (DeepSpeed(), 1)])
-def test_what_sees_images_trains_in_one_process_without_an_engine(engine, processes) -> None:
+def test_the_vision_tower_trains_in_one_process_without_an_engine(engine, processes) -> None:
     of_towers, args = vision_config("qwen3_vl"), ModelArguments(seq_len=64)
     trains = replace(args, train_vision=True)
     check_towers(args, of_towers, engine, processes)

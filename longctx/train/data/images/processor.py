@@ -154,7 +154,7 @@ class ImageProcessor:
         """The ids of the tokens whose embeddings are features."""
         return np.array(self.ids)
 
-    def seen(self, ids: np.ndarray) -> np.ndarray:  # any shape, bool
+    def marks(self, ids: np.ndarray) -> np.ndarray:  # any shape, bool
         """Returns which tokens stand for a part of an image."""
         found: np.ndarray = np.isin(ids, self._ids)
         return found

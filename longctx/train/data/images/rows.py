@@ -56,7 +56,7 @@ def conversations(file: str | Path, folder: str | Path | None = None) -> list[di
     file = Path(file)
     folder = file.parent if folder is None else Path(folder)
     lines = [*_lines(file)]
-    shown = tqdm(lines, desc="pictures", unit=" records", leave=False, disable=None)
+    shown = tqdm(lines, desc="images", unit=" records", leave=False, disable=None)
     return [_row(line, where, folder) for where, line in shown]
 
 

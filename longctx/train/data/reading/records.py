@@ -2,8 +2,8 @@
 
 texts.py reads records whose text is trained, preferences.py those of preferences, for the tasks
 that ask for them, image_records.py both where they show images, and turns.py the turns of all. A
-key that changes what other tools train is honoured or refused (fields.py), and so is a column of media
-(unread_media.py).
+key that changes what other tools train is honoured or refused (fields.py), and so is a column of
+media (unread_media.py).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def as_document(
     with_images: bool = False,
 ) -> Document | None:
     """Checks a record (a JSONL object or a dataset's row); None when it holds only blanks.
-    `folder` is where its paths begin (None: it has none), and whether images are read with the text.
+    `folder` is where its paths begin (None: it has none); `with_images` it may name images.
 
     Raises UserError starting with `where` for anything that is not one of the formats that rows of
     this kind are made of.
