@@ -18,7 +18,7 @@ The public names, each imported when it is first used (torch is not loaded befor
     LinearCrossEntropyLoss, LinearLogProbs, LinearJSDLoss, LinearKLLoss     and the heads
     EfficiencyCallback            logs tokens a second, MFU and peak memory of any Trainer
     losses                        preference losses: DPO, ORPO, CPO, SimPO, KTO, reward models
-    conversations                 a file of conversations with pictures, for other trainers
+    conversations                 a file of conversations with images, for other trainers
 
 Those but LongTrainer and conversations are the library's, which never imports the program
 (longctx/train).
@@ -63,7 +63,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES below is what r
     from longctx.patching.patch import patch as patch
     from longctx.patching.patch import unpatch as unpatch
     from longctx.patching.patch_class import patch_class as patch_class
-    from longctx.train.data.pictures.rows import conversations as conversations
+    from longctx.train.data.images.rows import conversations as conversations
     from longctx.train.trainer.trainer import LongTrainer as LongTrainer
 
 _HOMES = {
@@ -75,7 +75,7 @@ _HOMES = {
     "exact_adamw": "longctx.loop.exact_adamw",
     "LongTrainer": "longctx.train.trainer.trainer",
     "EfficiencyCallback": "longctx.loop.efficiency",
-    "conversations": "longctx.train.data.pictures.rows",
+    "conversations": "longctx.train.data.images.rows",
     "linear_cross_entropy": "longctx.head.loss",
     "linear_log_probs": "longctx.head.log_probs",
     "linear_jsd": "longctx.head.distillation",

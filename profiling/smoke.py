@@ -566,7 +566,7 @@ def _commands(inputs: Inputs) -> Iterator[Case]:
 
 def _images(inputs: Inputs) -> Iterator[Case]:
     """`longctx train` on conversations and pairs with pictures."""
-    own, out = Seeing(inputs, "images"), inputs.folder
+    own, out = WithImages(inputs, "images"), inputs.folder
     merge = (sys.executable, "-m", "longctx", "merge", str(out / "images_lora/final"))
     runs = {
         "images": own.flags(),
@@ -581,28 +581,28 @@ def _images(inputs: Inputs) -> Iterator[Case]:
             *((*TRAIN, *flags, *inputs.at(name)) for name, flags in runs.items()),
             (*merge, "--output", str(out / "images_merged")),
         ),
-        prints=(SCHEDULE, FROZEN, "what sees images is trained, too"),
+        prints=(SCHEDULE, FROZEN, "the vision tower is trained, too"),
     )
-    own = Seeing(inputs, "images_vanilla")
+    own = WithImages(inputs, "images_vanilla")
     vanilla = (*TRAIN, *own.flags("--class_type", "vanilla"), *inputs.at("images_vanilla"))
     yield Case(name="images_vanilla", commands=(own.make, vanilla), vanilla=True)
-    own = Seeing(inputs, "images_dpo")
+    own = WithImages(inputs, "images_dpo")
     pairs = own.flags("--task", "dpo", "--lora_r", "8", file="pairs")
     yield Case(
         name="images_dpo",
         commands=(own.make, (*TRAIN, *pairs, *inputs.at("images_dpo"))),
-        prints=(SCHEDULE, FROZEN, "and 10 pictures"),
+        prints=(SCHEDULE, FROZEN, "and 10 images"),
     )
-    own = Seeing(inputs, "hybrid_images", model="qwen3_5")
+    own = WithImages(inputs, "hybrid_images", model="qwen3_5")
     trained = (*TRAIN, *own.flags("--train_vision"), *inputs.at("hybrid_images"))
-    prints = (SCHEDULE, "what sees images is trained, too")
+    prints = (SCHEDULE, "the vision tower is trained, too")
     yield Case(name="hybrid_images", commands=(own.make, trained), prints=prints)
 
 
-FROZEN = "what sees images is frozen"
+FROZEN = "the vision tower is frozen"
 
 
-class Seeing:
+class WithImages:
     """A case's own tiny model that sees images, with conversations and pairs about some."""
 
     def __init__(self, inputs: Inputs, name: str, model: str = "qwen3_vl") -> None:
@@ -654,7 +654,7 @@ def _several_gpus(inputs: Inputs, n: int) -> Iterator[Case]:
         "images_shared_row": ("--fsdp", "true", "--fsdp_config", "fsdp2", *share),
     }.items():
         name = f"x{n}_{name}"
-        own = Seeing(inputs, name)
+        own = WithImages(inputs, name)
         run = torchrun(n, *own.flags("--seq_len", "64", *more), *inputs.at(name))
         yield Case(name=name, commands=(own.make, run), gpus=n, prints=(SCHEDULE, FROZEN))
 

@@ -1,19 +1,19 @@
-"""TRL's SFTTrainer with longctx's schedule, on conversations about pictures.
+"""TRL's SFTTrainer with longctx's schedule, on conversations about images.
 
     pip install "trl>=1.16" pillow torchvision
     longctx recipes trl_images.py > trl_images.py
-    python trl_images.py Qwen/Qwen3-VL-2B-Instruct pictures.jsonl runs/pictures
+    python trl_images.py Qwen/Qwen3-VL-2B-Instruct pictures.jsonl runs/images
 
-A line of the JSONL file is a conversation with pictures as TRL, LLaVA, LLaMA-Factory or OpenAI
-write it. Paths are looked for beside the file. Without a place in a turn, pictures stand before the
+A line of the JSONL file is a conversation with images as TRL, LLaVA, LLaMA-Factory or OpenAI
+write it. Paths are looked for beside the file. Without a place in a turn, images stand before the
 first question:
 
     {"messages": [{"role": "user", "content": "What is this?"},
                   {"role": "assistant", "content": "A heron."}], "images": ["heron.jpg"]}
 
 Processors of Qwen's models and of Mistral 3 need torchvision, the release that belongs to the torch
-that is installed. Every picture is opened before anything is loaded; one that is none is named with
-its line. What sees the pictures, and what projects their features, is frozen without
+that is installed. Every image is opened before anything is loaded; one that is none is named with
+its line. The vision tower, with what projects its features, is frozen without
 --train_vision.
 """
 
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("data", type=Path, help="a JSONL file")
     parser.add_argument("output", help="a folder for the trained model")
     parser.add_argument("--max_steps", type=int, default=-1, help="default: one epoch")
-    parser.add_argument("--train_vision", action="store_true", help="train what sees, too")
+    parser.add_argument("--train_vision", action="store_true", help="train the vision tower, too")
     args = parser.parse_args(argv)
     try:
         rows = Dataset.from_list(longctx.conversations(args.data))
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
         model,
         args=SFTConfig(
             output_dir=args.output,
-            max_length=None,  # no row is cut within a picture
+            max_length=None,  # no row is cut within an image
             max_steps=args.max_steps,
             num_train_epochs=1,
             per_device_train_batch_size=1,

@@ -79,7 +79,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel: Path) -> 
         for path in top.rglob("*")
         if path.is_file()
         and "__pycache__" not in path.parts
-        and (top.name != "docs" or path.suffix == ".md")  # `longctx help` shows no pictures
+        and (top.name != "docs" or path.suffix == ".md")  # `longctx help` shows no images
     }
     assert packed == sources
     assert {

@@ -102,7 +102,7 @@ def test_no_room_of_the_library_is_too_large(imports) -> None:
     assert {name: counted[name] for name in path if counted[name] > 15} == {}
 
 
-DATA = ("reading", "pictures", "chat", "pack", "text")
+DATA = ("reading", "images", "chat", "pack", "text")
 """The folders of longctx/train/data: each may import itself and those before it."""
 
 

@@ -61,7 +61,7 @@ class Image:
 
 @dataclass(frozen=True, kw_only=True)
 class Tower:
-    """The sizes of what sees images: the tower, and what merges and projects its output."""
+    """The sizes of the vision tower: the tower, and what merges and projects its output."""
 
     parameters: int
     """All of them."""
@@ -169,13 +169,13 @@ class Images:
     def _weights(self) -> Buffers:
         """Bytes of a frozen tower's weights; one that trains is a block of the model."""
         nbytes = 0 if self.trained else self.tower.parameters * self.tower.itemsize
-        return {"what sees images": nbytes}
+        return {"vision tower": nbytes}
 
     @cached_property
     def standing(self) -> Buffers:
         """Buffers of images throughout a step: a frozen tower's weights, and pixels."""
         return {
-            **({"what sees images": 0} if self.away else self._weights),
+            **({"vision tower": 0} if self.away else self._weights),
             "pixels": self.tower.itemsize * self.tower.numbers * self.patches,
         }
 
@@ -211,7 +211,7 @@ class Images:
     @property
     def batch_bytes(self) -> int:
         """Bytes of a batch's pixels and features in forward, without the tower's weights."""
-        return self.forward_bytes - self.standing["what sees images"]
+        return self.forward_bytes - self.standing["vision tower"]
 
     def group_bytes(self, *, backward: bool = False) -> int:
         """Bytes of the tower's activations of one group, in forward or in backward."""
@@ -222,7 +222,7 @@ class Images:
         mask = patches**2 if tower.masks else 0
         return (elements * patches + mask) * tower.itemsize
 
-    def seen(self, *, backward: bool = False) -> Buffers:
+    def tower_buffers(self, *, backward: bool = False) -> Buffers:
         """Buffers of images while the tower runs the last of its groups, forward or backward, and
         in forward where features take their places after it."""
         held, group = self.forward["features of images"], self.group_bytes(backward=backward)
@@ -238,14 +238,14 @@ def with_images(phases: Sequence[Phase], images: Images, standing: Standing) -> 
     """Returns a step's phases with what images add to each, and with those of the tower: before the
     layers' forward, and where it trains after their backward."""
     first, *rest = phases
-    seen = {"gradients": standing.old_gradients(0), **images.seen()}
+    tower_buffers = {"gradients": standing.old_gradients(0), **images.tower_buffers()}
     found = [
-        Phase("images", {**standing.forward(), **seen}),
+        Phase("images", {**standing.forward(), **tower_buffers}),
         Phase(first.name, {**first.buffers, **images.forward}),
         *(Phase(phase.name, {**phase.buffers, **images.backward}) for phase in rest),
     ]
     if images.trained:
         after = {**standing.backward(-1), "gradients": standing.all_gradients()}
-        after |= images.seen(backward=True)
+        after |= images.tower_buffers(backward=True)
         found.insert(-1, Phase("images' gradients", after))
     return found

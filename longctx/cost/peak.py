@@ -37,7 +37,7 @@ GROUPS = {
     ),
     "AdamW's states": ("AdamW's states", "buffers of the update", "buckets"),
     "saved activations": ("kept activations",),
-    "images": ("what sees images", "pixels", "features of images", "a group of images"),
+    "images": ("vision tower", "pixels", "features of images", "a group of images"),
 }
 """A few words for a step's buffers. All others are what computes: a layer, or lm_head."""
 

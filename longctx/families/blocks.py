@@ -2,7 +2,7 @@
 
 This works for every transformers model with a decoder, and for modules that hold such models. All
 other parameters (norms, biases, adapters of linear layers, parameters of another dtype, towers of
-other modalities) form a last block, which stays on the GPU. What sees images is a block of its own,
+other modalities) form a last block, which stays on the GPU. The vision tower is a block of its own,
 which stays there where something of it trains, and in no block where it is at rest (vision.py).
 
 Adapters of experts are in the block of their layer, though they have fp32 where weights have 16
@@ -24,7 +24,7 @@ from longctx.families.look import look
 from longctx.families.vision import at_rest, towers
 from longctx.memory.states import BlockSpec, Part
 
-SEEING = "what sees images"
+TOWER = "vision tower"
 """The name of its block."""
 
 
@@ -48,16 +48,16 @@ def state_blocks(model: Any, *, movable: bool, head_movable: bool = True) -> lis
         )
     ]
     resting = {p for module in at_rest(model) for p in module.parameters()}
-    seeing = {p for one in models for _, tower in towers(one) for p in tower.parameters()}
-    seeing = {p for p in seeing - resting - taken if p.requires_grad}
-    rest = {name: p for p, name in names.items() if p not in taken | resting | seeing}
-    sees = {name: p for p, name in names.items() if p in seeing}
+    of_towers = {p for one in models for _, tower in towers(one) for p in tower.parameters()}
+    of_towers = {p for p in of_towers - resting - taken if p.requires_grad}
+    rest = {name: p for p, name in names.items() if p not in taken | resting | of_towers}
+    tower = {name: p for p, name in names.items() if p in of_towers}
     blocks.append(BlockSpec(name="norms and the rest", parameters=rest))
-    blocks.append(BlockSpec(name=SEEING, parameters=sees, first=True))
+    blocks.append(BlockSpec(name=TOWER, parameters=tower, first=True))
     return [block for block in blocks if block.parameters]
 
 
-def seeing_block(
+def tower_block(
     model: Any, names: Mapping[nn.Parameter, str], *, movable: bool, prefix: str = ""
 ) -> BlockSpec | None:
     """Returns the block of all that sees images in a model where nothing of it trains; None for
@@ -67,12 +67,12 @@ def seeing_block(
     if not found or any(p.requires_grad for p in found.values()):
         return None
     return BlockSpec(
-        name=prefix + SEEING,
+        name=prefix + TOWER,
         parameters=found,
         modules=modules,
         movable=movable,
         first=True,
-        sees=True,
+        tower=True,
     )
 
 
@@ -123,10 +123,10 @@ def _blocks(
         if tied
         else block("embedding", first, None, movable)
     ]
-    seeing = seeing_block(model, names, movable=movable, prefix=prefix)
-    if seeing is not None and at_rest(model).isdisjoint(seeing.modules):
-        taken.update(seeing.parameters.values())
-        blocks.append(seeing)
+    tower = tower_block(model, names, movable=movable, prefix=prefix)
+    if tower is not None and at_rest(model).isdisjoint(tower.modules):
+        taken.update(tower.parameters.values())
+        blocks.append(tower)
     for i, layer in enumerate(decoder_layers(model)):
         blocks.append(block(f"layer {i}", [layer], i, movable))
     if head is not None and not tied:

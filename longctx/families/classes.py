@@ -27,14 +27,14 @@ CLASSIFIER = "ForSequenceClassification"
 
 def auto_class(config: Any) -> Any:
     """Returns the class of transformers that loads models of this configuration."""
-    if sees_images(config):
+    if takes_images(config):
         return AutoModelForImageTextToText
     return AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
 
 
 def class_of(config: Any) -> Any | None:
     """Returns the class of a configuration's models; None if it is not transformers' own."""
-    if sees_images(config):
+    if takes_images(config):
         known: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     elif is_classifier(config):
         known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
@@ -43,15 +43,15 @@ def class_of(config: Any) -> Any | None:
     return known.get(type(config), None)
 
 
-def sees_images(config: Any) -> bool:
+def takes_images(config: Any) -> bool:
     """Whether a model is read as a vision-language one: the schedule knows it as such, or its
     configuration says so and no causal class can read its files. That of `qwen4_exp` leaves the
     tower out; that of Llama 3.2 Vision would find weights which it does not know."""
     if config.model_type in PREFIXES:
         return True
-    seeing: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    of_images: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    whole, text = (mapping.get(type(config), None) for mapping in (seeing, causal))
+    whole, text = (mapping.get(type(config), None) for mapping in (of_images, causal))
     if whole is None or whole.__name__ not in (config.architectures or ()):
         return False
     return text is None or not (text is whole or text._keys_to_ignore_on_load_unexpected)

@@ -75,8 +75,8 @@ def copy_processor(model: Any, folder: Path) -> None:
     """Copies the settings that prepare images from where a vision-language model was read, so that
     the model saved in `folder` is whole. Nothing happens to another model, and where there are no
     such settings."""
-    sees = isinstance(model, PreTrainedModel) and hasattr(model.config, "vision_config")
-    for name in _OF_PROCESSORS if sees else ():
+    with_images = isinstance(model, PreTrainedModel) and hasattr(model.config, "vision_config")
+    for name in _OF_PROCESSORS if with_images else ():
         try:
             found = cached_file(model.config._name_or_path, name, local_files_only=True)
         except (OSError, ValueError):  # no such file; a model that was read from nowhere

@@ -1,4 +1,4 @@
-"""Whether what a processor makes of a picture is what a vision-language model takes.
+"""Whether what a processor makes of an image is what a vision-language model takes.
 
     qwen*       pixel_values (patches, channels * frames * patch^2), image_grid_thw (1, 3); a token
                 for merge^2 patches
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 
 class Fit(NamedTuple):
-    """What a model takes of one picture."""
+    """What a model takes of one image."""
 
     arguments: dict[str, Shape]
     """Shapes by name; 0 where any length will do."""
@@ -30,7 +30,7 @@ class Fit(NamedTuple):
 
 
 def token_of(config: Any) -> int | None:
-    """Returns the id of the token that stands for a part of a picture, by the configuration."""
+    """Returns the id of the token that stands for a part of an image, by the configuration."""
     for name in ("image_token_id", "image_token_index"):
         if getattr(config, name, None) is not None:
             return int(getattr(config, name))
@@ -40,7 +40,7 @@ def token_of(config: Any) -> int | None:
 def misfit(
     config: Any, shapes: Mapping[str, Shape], numbers: Mapping[str, Sequence[int]], tokens: int
 ) -> str | None:
-    """Returns why a model of this configuration cannot take a picture of which a processor has made
+    """Returns why a model of this configuration cannot take an image of which a processor has made
     arguments of these shapes and so many tokens, as the end of a sentence; None if it can.
     `numbers` are the values of small arguments."""
     find = _FITS.get(config.model_type)
@@ -59,7 +59,7 @@ def misfit(
             asked = " x ".join(str(w or "any") for w in wanted)
             return f"makes `{name}` of {' x '.join(map(str, found))}, and the model takes {asked}"
     if tokens != fit.tokens:
-        return f"writes {tokens:,} tokens for a picture, and the model makes {fit.tokens:,} of it"
+        return f"writes {tokens:,} tokens for an image, and the model makes {fit.tokens:,} of it"
     return None
 
 

@@ -58,7 +58,7 @@ def image_of(config: Any, size: Size | None) -> Image:
 
 
 def tower_sizes(model: Any) -> Tower | None:
-    """Returns the sizes of what sees images in a vision-language model without adapters; None for
+    """Returns the sizes of the vision tower in a vision-language model without adapters; None for
     another model, and for a tower whose code is not Hugging Face's. Groups
     where it trains are those of a CPU."""
     tower: Any = tower_of(model)

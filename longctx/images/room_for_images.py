@@ -22,20 +22,20 @@ USUAL = (448, 448)
 """Pixels of an image by which those of other sizes are counted."""
 
 
-class SeenTokens(NamedTuple):
-    """The tokens of rows that stand for parts of pictures."""
+class ImageTokens(NamedTuple):
+    """The tokens of rows that stand for parts of images."""
 
     most: int
     """The number in the row that has most."""
     mean: float
 
     @classmethod
-    def of(cls, rows: Any, pictures: Any) -> SeenTokens:
-        """Counts them in a `datasets.Dataset` of rows; `pictures.seen` tells which tokens they
+    def of(cls, rows: Any, processor: Any) -> ImageTokens:
+        """Counts them in a `datasets.Dataset` of rows; `processor.marks` tells which tokens they
         are."""
         found: list[int] = []
         for chunk in rows.data.column("input_ids").chunks:
-            seen = pictures.seen(chunk.flatten().to_numpy())
+            seen = processor.marks(chunk.flatten().to_numpy())
             ends = np.cumsum(chunk.value_lengths().to_numpy())
             counts = np.concatenate([[0], np.cumsum(seen)])[ends]
             found += np.diff(counts, prepend=0).tolist()
@@ -45,7 +45,7 @@ class SeenTokens(NamedTuple):
 def image_bytes(
     config: PretrainedConfig,
     dtype: torch.dtype,
-    rows: Sequence[SeenTokens],
+    rows: Sequence[ImageTokens],
     rows_a_batch: int,
     *,
     trained_group: int = 0,
@@ -67,7 +67,7 @@ def image_bytes(
     return max(largest.batch_bytes, replace(largest, count=largest.group).batch_bytes)
 
 
-def prepare(model: Any, runtime: Any, rows: Sequence[SeenTokens], rows_a_batch: int) -> None:
+def prepare(model: Any, runtime: Any, rows: Sequence[ImageTokens], rows_a_batch: int) -> None:
     """Has the runtime of a patched model leave room for images, and none for CUDA graphs where the
     layers of batches with images run eagerly."""
     inner = inside_peft(model)

@@ -28,7 +28,7 @@ from torch import nn
 
 from longctx.errors import UserError
 from longctx.families.adapters import inside_peft
-from longctx.images.room_for_images import SeenTokens, prepare
+from longctx.images.room_for_images import ImageTokens, prepare
 from longctx.images.tower import tower_of
 from longctx.loop.lora_plus import has_adapters, with_rates
 from longctx.loop.states import place_states
@@ -100,7 +100,7 @@ def exact_adamw(
     if patched := patched_part(model):
         patched.longctx.surround(passes=batches)
         if image_tokens:
-            prepare(model, patched.longctx, [SeenTokens(image_tokens, image_tokens)], 1)
+            prepare(model, patched.longctx, [ImageTokens(image_tokens, image_tokens)], 1)
     on_gpu = torch.cuda.is_available()
     request = _Placing(
         place=place,

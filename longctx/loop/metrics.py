@@ -38,11 +38,11 @@ def device_peak_flops(device: torch.device) -> float | None:
 
 def parameters_in_matmuls(model: PreTrainedModel) -> int:
     """As MFU counts them: all that a token meets but the input embedding (a tied lm_head counts)
-    and what sees images, whole over all processes."""
+    and the vision tower, whole over all processes."""
     embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = lm_head is not None and look(lm_head, "weight") is look(embedding, "weight")
-    seeing = tower_parameters(model)
-    counted = [p for p in model.parameters() if p not in seeing]
+    of_towers = tower_parameters(model)
+    counted = [p for p in model.parameters() if p not in of_towers]
     counted = [p for p in counted if tied or p is not look(embedding, "weight")]
     shares = active_shares(model, model.config.get_text_config())
     active = {p: round(whole_numel(p) * shares.get(p, 1.0)) for p in counted}

@@ -115,7 +115,7 @@ def _levels(
 ) -> list[Levels]:
     """Returns the levels of each order in which states leave. The plans of one model with other
     rows or another budget share what these have counted."""
-    seeing = any(block.sees and block.movable for block in blocks)
+    moves_tower = any(block.tower and block.movable for block in blocks)
     return [
         Levels(
             blocks,
@@ -128,7 +128,7 @@ def _levels(
         )
         for order in ORDERS
         for first in (False, True)
-        for tower_first in ([False, True] if seeing else [False])
+        for tower_first in ([False, True] if moves_tower else [False])
     ]
 
 

@@ -69,12 +69,12 @@ class Levels:
         """`keeps_gradients` says that no gradient may leave, since several processes average them.
         `order` is the order in which kinds of tensors leave. With `embedding_first` the embedding's
         states, the largest, are the first states to leave instead of the last. With `tower_first`
-        the weights of what sees images are the first weights: they are copied up once, a layer's
+        the weights of the vision tower are the first weights: they are copied up once, a layer's
         twice, but no layer computes meanwhile."""
         self.blocks, self.accumulates = blocks, accumulates
         self.layers = count_layers(blocks)
         forward = [*range(len(blocks))]
-        weights = sorted(forward, key=lambda i: tower_first and blocks[i].sees)
+        weights = sorted(forward, key=lambda i: tower_first and blocks[i].tower)
         late = forward[1:] + forward[:1] if embedding_first else forward
         stays = {"grad"} if keeps_gradients else set[str]()
         self._leaving = [  # the first to leave is the first
@@ -130,7 +130,7 @@ class Levels:
     def _windows(self) -> tuple[Any, Any]:  # (levels,) each
         """Bytes of weights that are on their way: in the layers' forward, and in backward, where
         only layers stream."""
-        movable = np.array([block.movable and not block.sees for block in self.blocks], bool)
+        movable = np.array([block.movable and not block.tower for block in self.blocks], bool)
         of_layer = np.array([block.layer is not None for block in self.blocks], bool)
 
         def window(which: Any) -> Any:

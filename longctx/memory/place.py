@@ -69,7 +69,7 @@ class BlockSizes:
     """Whether it computes before all layers, as the embedding does."""
     tied: bool = False
     """Whether this is an embedding that lm_head shares."""
-    sees: bool = False
+    tower: bool = False
     """Whether it is all that sees images, frozen. Where its weights wait on the host, they are on
     the GPU while it runs, and no layer does: cost/images.py counts them then."""
 
@@ -94,7 +94,7 @@ def ring_bytes() -> int:
 def window_bytes(blocks: Sequence[BlockSizes]) -> int:
     """Returns the largest bytes of streamed weights that are on the GPU while a layer, the
     embedding or lm_head computes."""
-    sizes = [block.weight for block in blocks if block.movable and not block.sees]
+    sizes = [block.weight for block in blocks if block.movable and not block.tower]
     return max((sum(sizes[i : i + AHEAD + 1]) for i in range(len(sizes))), default=0)
 
 
@@ -123,13 +123,13 @@ class PlacedStates:
             [b for b, place in placed if not place.weight and b.layer is not None]
         )
         self._always = {
-            "weights": sum(block.weight for block in here if not block.sees),
+            "weights": sum(block.weight for block in here if not block.tower),
             "AdamW's states": sum(block.states for block, place in placed if place.states),
             "buffers of the update": moved_ring_bytes(places),
             "libraries": LIBRARY_BYTES,
         }
-        if any(block.sees for block in here):
-            self._always["what sees images"] = sum(block.weight for block in here if block.sees)
+        if any(block.tower for block in here):
+            self._always["vision tower"] = sum(block.weight for block in here if block.tower)
         layers = count_layers(blocks)
         self._stay, self._wait, self._leave = (np.zeros(layers + 2, np.int64) for _ in range(3))
         """Bytes of gradients by moment: those that stay on the GPU, those among them that the next

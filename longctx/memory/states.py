@@ -83,7 +83,7 @@ class BlockSpec:
     """Whether the weights may wait on the host."""
     first: bool = False
     """Whether it computes before all layers, so that its gradient comes after theirs."""
-    sees: bool = False
+    tower: bool = False
     """Whether it is all that sees images, frozen: forward reads its weights before all layers, and
     in batches with images alone."""
     beside: Sequence[Part] = ()
@@ -113,8 +113,8 @@ class BlockSpec:
             fixed=not self.modules,
             layer=self.layer,
             first=self.first,
-            tied=len(self.modules) > 1 and not self.sees,
-            sees=self.sees,
+            tied=len(self.modules) > 1 and not self.tower,
+            tower=self.tower,
         )
 
 

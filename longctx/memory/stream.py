@@ -129,11 +129,11 @@ class StateStream:
 
         def after_forward(self: StateStream, block: Block, _: Any, __: Any, output: Any) -> None:
             self._close()
-            if block.spec.sees and any(
+            if block.spec.tower and any(
                 isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(output)
             ):
                 raise UserError(
-                    "gradients of pixels go through what sees images, whose weights wait on the "
+                    "gradients of pixels go through the vision tower, whose weights wait on the "
                     "host when backward comes: keep them on the GPU (place gpu)"
                 )
             is_layer = block.spec.layer is not None
@@ -329,9 +329,9 @@ class StateStream:
 
 
 def _moving(block: Block, order: Sequence[Block]) -> list[Block]:
-    """Returns the next blocks in this order that move or are moving. What sees images is none of
+    """Returns the next blocks in this order that move or are moving. The vision tower is none of
     them: a batch of text would bring it for nothing."""
-    others = dict.fromkeys(b for b in order if b is not block and not b.spec.sees)
+    others = dict.fromkeys(b for b in order if b is not block and not b.spec.tower)
     moving = [b for b in others if b.streams or b.update or b.ready][:MOVING]
     full = [b for b in moving if b.streams][AHEAD:]
     return moving[: moving.index(full[0])] if full else moving

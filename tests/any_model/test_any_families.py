@@ -68,12 +68,12 @@ def test_llama_vision_trains_with_images() -> None:
     heads = dict(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4)
     text = dict(vocab_size=128, hidden_size=32, intermediate_size=64, pad_token_id=0, **heads)
     text |= dict(cross_attention_layers=[1, 3], use_cache=False)
-    seeing = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_global_layers=1)
-    seeing |= dict(attention_heads=4, image_size=28, patch_size=14, max_num_tiles=1)
-    seeing |= dict(supported_aspect_ratios=[[1, 1]], intermediate_layers_indices=[0])
+    of_towers = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_global_layers=1)
+    of_towers |= dict(attention_heads=4, image_size=28, patch_size=14, max_num_tiles=1)
+    of_towers |= dict(supported_aspect_ratios=[[1, 1]], intermediate_layers_indices=[0])
     torch.manual_seed(0)
-    seeing |= dict(vision_output_dim=64)
-    config = MllamaConfig(vision_config=seeing, text_config=text, image_token_index=127)
+    of_towers |= dict(vision_output_dim=64)
+    config = MllamaConfig(vision_config=of_towers, text_config=text, image_token_index=127)
     model = MllamaForConditionalGeneration(config).train()
     for name, parameter in model.named_parameters():
         if "gate" in name:  # shut in a new model

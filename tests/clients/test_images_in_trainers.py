@@ -44,7 +44,7 @@ def model(of: Any) -> Any:
     return made
 
 
-def picture(number: int) -> Any:
+def image(number: int) -> Any:
     generator = torch.Generator().manual_seed(number)
     pixels = torch.randint(256, (16, 16 + number, 3), generator=generator)
     return Image.fromarray(pixels.to(torch.uint8).numpy())
@@ -52,7 +52,7 @@ def picture(number: int) -> Any:
 
 def test_sft(scheduled, capsys, tmp_path) -> None:
     of = processor()
-    rows = [{"text": "<image> " + sentence(n), "images": [picture(n)]} for n in range(12)]
+    rows = [{"text": "<image> " + sentence(n), "images": [image(n)]} for n in range(12)]
 
     def make(model: Any) -> Any:
         return trl.SFTTrainer(
@@ -72,7 +72,7 @@ def test_dpo(scheduled, capsys, tmp_path) -> None:
             "prompt": "<image>",
             "chosen": sentence(n),
             "rejected": sentence(n + 4),
-            "images": [picture(n)],
+            "images": [image(n)],
         }
         for n in range(12)
     ]

@@ -28,41 +28,41 @@ TOWER = Tower(
     trained_group=32,
 )
 IMAGE = Image(width=8, height=8, patches=16, features=4, tokens=6, pairs=3 * 16**2)
-SEEN = Images(tower=TOWER, image=IMAGE, count=9)
-TRAINED = replace(SEEN, trained=True)
+FROZEN = Images(tower=TOWER, image=IMAGE, count=9)
+TRAINED = replace(FROZEN, trained=True)
 
 
 def test_flops() -> None:
     """A tower that trains in several groups runs forward twice; backward's matmuls are twice as
     many products, and its attention 5 instead of 2."""
     matmuls, attention = 2 * (400 * 144 + 100 * 36), 4 * 10 * 9 * 3 * 16**2
-    assert SEEN.flops == matmuls + attention
+    assert FROZEN.flops == matmuls + attention
     assert TRAINED.flops == 4 * matmuls + 4.5 * attention
     one = replace(TRAINED, count=2)
     assert one.groups == 1 and one.flops == (3 * matmuls + 3.5 * attention) * 2 / 9
 
 
 def test_a_group_has_whole_images_and_masks_are_of_all_its_patches() -> None:
-    assert (SEEN.group, SEEN.groups, TRAINED.group, TRAINED.groups) == (4, 3, 2, 5)
-    assert replace(SEEN, image=replace(IMAGE, patches=100)).group == 1
-    masked = replace(SEEN, tower=replace(TOWER, masks=True))
-    assert masked.attention_flops == 4 * SEEN.attention_flops
-    held = masked.seen()["a group of images"] - SEEN.seen()["a group of images"]
+    assert (FROZEN.group, FROZEN.groups, TRAINED.group, TRAINED.groups) == (4, 3, 2, 5)
+    assert replace(FROZEN, image=replace(IMAGE, patches=100)).group == 1
+    masked = replace(FROZEN, tower=replace(TOWER, masks=True))
+    assert masked.attention_flops == 4 * FROZEN.attention_flops
+    held = masked.tower_buffers()["a group of images"] - FROZEN.tower_buffers()["a group of images"]
     assert held == 2 * 64**2
 
 
 def test_bytes() -> None:
     """Features of 36 x 20 elements: the tower's, two of deepstack's, and a joined copy."""
-    assert SEEN.standing == {"what sees images": 2000, "pixels": 2 * 12 * 144}
-    assert SEEN.forward["features of images"] == 2 * (4 * 36 * 20 + 144 * 10)
-    assert SEEN.backward["features of images"] == 2 * (2 * 36 * 20)
-    assert TRAINED.standing["what sees images"] == 0  # a block of the model
-    away = replace(SEEN, away=True)
-    assert away.forward["what sees images"] == away.backward["what sees images"] == 0
-    assert away.seen() == SEEN.seen() and away.batch_bytes == SEEN.batch_bytes
+    assert FROZEN.standing == {"vision tower": 2000, "pixels": 2 * 12 * 144}
+    assert FROZEN.forward["features of images"] == 2 * (4 * 36 * 20 + 144 * 10)
+    assert FROZEN.backward["features of images"] == 2 * (2 * 36 * 20)
+    assert TRAINED.standing["vision tower"] == 0  # a block of the model
+    away = replace(FROZEN, away=True)
+    assert away.forward["vision tower"] == away.backward["vision tower"] == 0
+    assert away.tower_buffers() == FROZEN.tower_buffers() and away.batch_bytes == FROZEN.batch_bytes
     layer = 25 * 10
-    assert SEEN.seen()["a group of images"] == 2 * 64 * layer
-    assert TRAINED.seen(backward=True)["a group of images"] == 2 * 32 * (layer + 3 * 50)
+    assert FROZEN.tower_buffers()["a group of images"] == 2 * 64 * layer
+    assert TRAINED.tower_buffers(backward=True)["a group of images"] == 2 * 32 * (layer + 3 * 50)
 
 
 def test_the_only_group_of_a_tower_that_trains_is_kept() -> None:
@@ -70,26 +70,29 @@ def test_the_only_group_of_a_tower_that_trains_is_kept() -> None:
     one = replace(TRAINED, count=2)
     kept = 2 * 32 * 3 * 50
     assert one.forward["a group of images"] == one.backward["a group of images"] == kept
-    assert one.seen()["a group of images"] == one.seen(backward=True)["a group of images"]
-    assert "a group of images" not in TRAINED.forward | SEEN.forward | TRAINED.backward
+    assert (
+        one.tower_buffers()["a group of images"]
+        == one.tower_buffers(backward=True)["a group of images"]
+    )
+    assert "a group of images" not in TRAINED.forward | FROZEN.forward | TRAINED.backward
 
 
 def test_frozen_activations_do_not_grow_with_the_images() -> None:
-    many = replace(SEEN, count=900)
-    assert many.group_bytes() == SEEN.group_bytes() == SEEN.seen()["a group of images"]
-    assert many.standing["pixels"] == 100 * SEEN.standing["pixels"]
+    many = replace(FROZEN, count=900)
+    assert many.group_bytes() == FROZEN.group_bytes() == FROZEN.tower_buffers()["a group of images"]
+    assert many.standing["pixels"] == 100 * FROZEN.standing["pixels"]
 
 
 def test_features_take_their_places_after_the_tower() -> None:
     """masked_scatter's mask and sum of 64 bits, for each number of a feature."""
-    many = replace(SEEN, count=900)
-    assert many.seen()["a group of images"] == 9 * 3600 * 20 > many.group_bytes()
+    many = replace(FROZEN, count=900)
+    assert many.tower_buffers()["a group of images"] == 9 * 3600 * 20 > many.group_bytes()
 
 
 def test_seconds_are_those_of_kernels_or_of_their_launches() -> None:
     rates = machine_named("h100").rates("fa4", 8192, 128)
-    assert SEEN.seconds(rates) == pytest.approx(3 * 3 * 25 * TOWER_LAUNCH_S, rel=1e-3)
-    large = replace(SEEN, tower=replace(TOWER, patch_parameters=10**12))
+    assert FROZEN.seconds(rates) == pytest.approx(3 * 3 * 25 * TOWER_LAUNCH_S, rel=1e-3)
+    large = replace(FROZEN, tower=replace(TOWER, patch_parameters=10**12))
     assert large.seconds(rates) == pytest.approx(large.flops / rates.flops / TOWERS, rel=1e-3)
 
 

@@ -90,7 +90,7 @@ def test_with_and_without(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "Hugging Face's layers run" not in said
     assert "needles found in all" in said and " s; at the peak " in said
-    assert "3 pictures" in said and "what sees images is trained, too" in said
+    assert "3 images" in said and "the vision tower is trained, too" in said
     assert Path("runs/pictures/run/final/model.safetensors").is_file()
 
 

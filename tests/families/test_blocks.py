@@ -207,33 +207,33 @@ def test_a_head_that_losses_read_stays() -> None:
     assert not named["lm_head"].movable and named["embedding"].movable
 
 
-def test_what_sees_images_is_a_block() -> None:
+def test_the_vision_tower_is_a_block() -> None:
     """A tower that trains has its gradients last, as the embedding has, and stays on the GPU; a
     frozen one computes after the embedding and may wait on the host; one at rest is in no block."""
     model = vision_model("qwen3_vl")
     blocks = of(state_blocks(model, movable=False))
     assert_complete(model, [*blocks.values()])
-    sees = blocks["what sees images"]
+    tower = blocks["vision tower"]
     assert (
-        sees.first
-        and not sees.sees
-        and not sees.modules
-        and all("visual" in name for name in sees.parameters)
+        tower.first
+        and not tower.tower
+        and not tower.modules
+        and all("visual" in name for name in tower.parameters)
     )
     sizes = [block.sizes(accumulates=False) for block in blocks.values()]
     moments = {name: moment_of(one, sizes, 3) for name, one in zip(blocks, sizes, strict=True)}
-    assert moments["what sees images"] == moments["embedding"] == 0 < moments["layer 0"]
+    assert moments["vision tower"] == moments["embedding"] == 0 < moments["layer 0"]
     for _, tower in towers(model):
         tower.requires_grad_(False)
     frozen = of(state_blocks(model, movable=True))
     assert_complete(model, [*frozen.values()])
-    assert [*frozen][:3] == ["embedding", "what sees images", "layer 0"]
-    found = frozen["what sees images"]
-    assert found.sees and found.movable and found.modules == [model.model.visual]
+    assert [*frozen][:3] == ["embedding", "vision tower", "layer 0"]
+    found = frozen["vision tower"]
+    assert found.tower and found.movable and found.modules == [model.model.visual]
     assert {*found.parameters} == {name for name, _ in model.named_parameters() if "visual" in name}
     model.model.visual.merger.requires_grad_(True)
     some = of(state_blocks(model, movable=True))
-    assert all("visual.merger" in name for name in some["what sees images"].parameters)
+    assert all("visual.merger" in name for name in some["vision tower"].parameters)
     assert any("visual" in name for name in some[REST].parameters)
     rest_(model)
     at_rest = of(state_blocks(model, movable=False))

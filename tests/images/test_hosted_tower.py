@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 
 import longctx
 from longctx.errors import UserError
-from longctx.families.blocks import SEEING
+from longctx.families.blocks import TOWER
 from longctx.families.vision import joint_of, towers
 from longctx.memory.stream import StateStream
 
@@ -46,8 +46,8 @@ def whole(kind: str) -> Any:
 MODELS = {"adapters": adapted, "whole": whole}
 
 
-def seeing(optimizer: Any) -> Any:
-    return next(block for block in optimizer.stream.blocks if block.spec.name == SEEING)
+def of_towers(optimizer: Any) -> Any:
+    return next(block for block in optimizer.stream.blocks if block.spec.name == TOWER)
 
 
 def steps(model: Any, place: str, kind: str) -> tuple[list[float], Any]:
@@ -75,9 +75,9 @@ def test_no_bit_depends_on_where_they_wait(kind, trains) -> None:
     here = MODELS[trains](kind)
     away = copy.deepcopy(here)
     losses, optimizer = steps(here, "gpu", kind)
-    assert not seeing(optimizer).streams
+    assert not of_towers(optimizer).streams
     found, other = steps(away, "host", kind)
-    assert seeing(other).is_away and found == losses
+    assert of_towers(other).is_away and found == losses
     expected, saved = weights(here), weights(away)
     assert expected.keys() == saved.keys()
     assert all(torch.equal(x, saved[name]) for name, x in expected.items())
@@ -101,15 +101,15 @@ def test_they_are_on_the_gpu_while_it_runs_alone(kind, monkeypatch) -> None:
     """A batch of text does not bring them."""
     model = whole(kind)
     optimizer = longctx.exact_adamw(model, lr=1e-2, tokens=96, place="host")
-    block = seeing(optimizer)
+    block = of_towers(optimizer)
     found = watched(block, monkeypatch)
     assert {p for p in block.parameters} == {p for _, t in towers(model) for p in t.parameters()}
     for rows in ([[5]], [[]]):
         found.clear()
         model(**on_device(image_batch(kind, rows))).loss.backward()
         names = [name for name, _ in found]
-        assert names.count("layer 1") == 2 and (SEEING in names) == bool(rows[0])
-        assert all(here == (name == SEEING) for name, here in found)
+        assert names.count("layer 1") == 2 and (TOWER in names) == bool(rows[0])
+        assert all(here == (name == TOWER) for name, here in found)
         assert block.is_away and all(p.grad is None for p in block.parameters)
 
 
@@ -120,9 +120,9 @@ def test_they_are_saved_and_copied_as_they_came(kind, tmp_path) -> None:
     before = weights(model)
     optimizer = longctx.exact_adamw(model, lr=1e-2, tokens=96, place="host")
     joint_of(model).get_image_features(**features_of(image_batch(kind)))
-    assert not seeing(optimizer).is_away
+    assert not of_towers(optimizer).is_away
     model.save_pretrained(tmp_path)
-    assert seeing(optimizer).is_away
+    assert of_towers(optimizer).is_away
     joint_of(model).get_image_features(**features_of(image_batch(kind)))
     again, moved = copy.deepcopy(model), copy.deepcopy(model).to(torch.float64)
     read = AutoModelForImageTextToText.from_pretrained(tmp_path)
@@ -142,7 +142,7 @@ def test_a_tower_of_which_something_trains_stays() -> None:
     model.model.multi_modal_projector.requires_grad_(True)
     optimizer = longctx.exact_adamw(model, lr=1e-2, tokens=96, place="host")
     names = [block.spec.name for block in optimizer.stream.blocks if block.streams]
-    assert "layer 0" in names and SEEING not in names
+    assert "layer 0" in names and TOWER not in names
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
@@ -168,7 +168,7 @@ def test_gradients_of_pixels_need_it_on_the_gpu(kind) -> None:
     for place in ("gpu", "host"):
         model = whole(kind)
         optimizer = longctx.exact_adamw(model, lr=1e-2, tokens=96, place=place)
-        if seeing(optimizer).streams:
+        if of_towers(optimizer).streams:
             with pytest.raises(UserError, match="gradients of pixels.*keep them on the GPU"):
                 joint_of(model).get_image_features(**given)
         else:

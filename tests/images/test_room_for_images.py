@@ -1,4 +1,4 @@
-"""A run whose rows have pictures leaves room on the GPU for what these bring."""
+"""A run whose rows have images leaves room on the GPU for what these bring."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from longctx.families.vision import BOTH_WAYS
 from longctx.images.image_sizes import image_of, tower_sizes
 from longctx.images.room_for_images import (
     USUAL,
-    SeenTokens,
+    ImageTokens,
     image_bytes,
     prepare,
     why_eager,
@@ -23,7 +23,7 @@ from longctx.images.room_for_images import (
 from longctx.images.tower import patches_of, tower_of
 from longctx.runtime.runtime import runtime_of
 
-PICTURES = SimpleNamespace(seen=lambda ids: ids == IMAGE)
+IMAGES = SimpleNamespace(seen=lambda ids: ids == IMAGE)
 
 
 def rows_of(*counts: int) -> Dataset:
@@ -33,9 +33,9 @@ def rows_of(*counts: int) -> Dataset:
     return Dataset(pa.concat_tables(tables))
 
 
-def test_tokens_of_pictures_are_counted_row_by_row() -> None:
-    assert SeenTokens.of(rows_of(3, 0, 7, 2), PICTURES) == (7, 3.0)
-    assert SeenTokens.of(rows_of(0, 0), PICTURES) == (0, 0.0)
+def test_tokens_of_images_are_counted_row_by_row() -> None:
+    assert ImageTokens.of(rows_of(3, 0, 7, 2), IMAGES) == (7, 3.0)
+    assert ImageTokens.of(rows_of(0, 0), IMAGES) == (0, 0.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -44,11 +44,11 @@ def test_the_largest_batch_counts(kind) -> None:
     config = vision_config(kind)
     per_image = image_of(config, USUAL).features
     one, two = (
-        image_bytes(config, torch.bfloat16, [SeenTokens(most, 1.0), SeenTokens(1, 1.0)], 1)
+        image_bytes(config, torch.bfloat16, [ImageTokens(most, 1.0), ImageTokens(1, 1.0)], 1)
         for most in (per_image, 2 * per_image)
     )
     assert 0 < one < two == 2 * one
-    assert image_bytes(config, torch.bfloat16, [SeenTokens(per_image, 1.0)], 2) == two
+    assert image_bytes(config, torch.bfloat16, [ImageTokens(per_image, 1.0)], 2) == two
     assert tower_sizes(vision_model(kind)).parameters > 0
 
 
@@ -58,7 +58,7 @@ def test_a_batch_of_one_group_keeps_what_a_larger_one_does_not() -> None:
     image = image_of(config, USUAL)
 
     def room(images: int, group: int) -> int:
-        most = [SeenTokens(images * image.features, 1.0)]
+        most = [ImageTokens(images * image.features, 1.0)]
         return image_bytes(config, torch.bfloat16, most, 1, trained_group=group * image.patches)
 
     kept = room(2, 2) - room(2, 0)
@@ -70,7 +70,7 @@ def test_a_batch_of_one_group_keeps_what_a_larger_one_does_not() -> None:
 def test_the_search_leaves_them_room() -> None:
     model = longctx.patch(vision_model("qwen3_vl"))
     runtime = runtime_of(model)
-    prepare(model, runtime, [SeenTokens(400, 10.0)], 1)
+    prepare(model, runtime, [ImageTokens(400, 10.0)], 1)
     step = runtime.step(runtime.sizes(model), 512)
     assert step.beside_bytes == runtime.around.image_bytes > 0
     assert not step.graphs and runtime._why_not_recorded() == "images are added in several layers"
@@ -81,7 +81,7 @@ def test_a_loop_of_ones_own_leaves_them_room() -> None:
     model = longctx.patch(vision_model("qwen3_vl"))
     longctx.exact_adamw(model, tokens=512, image_tokens=400)
     runtime = runtime_of(model)
-    expected = [SeenTokens(400, 400)]
+    expected = [ImageTokens(400, 400)]
     assert runtime.around.image_bytes == image_bytes(
         model.config, runtime.dtype, expected, 1, trained_group=patches_of(tower_of(model))
     )
@@ -93,5 +93,5 @@ def test_a_second_family_that_sees_images_both_ways_is_data(monkeypatch) -> None
     assert why_eager(config) == ""
     monkeypatch.setattr("longctx.families.vision.BOTH_WAYS", BOTH_WAYS | {"llava"})
     model = longctx.patch(vision_model("llava"))
-    prepare(model, runtime_of(model), [SeenTokens(40, 10.0)], 1)
+    prepare(model, runtime_of(model), [ImageTokens(40, 10.0)], 1)
     assert runtime_of(model)._why_not_recorded() == "images are seen both ways"

@@ -179,7 +179,7 @@ def exact_peak(levels: Levels, level: int, a: Activity) -> int:
     keeps_gradients=st.booleans(),
     embedding_first=st.booleans(),
     tied=st.booleans(),
-    sees=st.booleans(),
+    tower=st.booleans(),
     tower_first=st.booleans(),
     order=st.sampled_from(ORDERS),
 )
@@ -192,7 +192,7 @@ def test_the_lowest_level_fits_and_more_memory_never_makes_it_higher(
     keeps_gradients,
     embedding_first,
     tied,
-    sees,
+    tower,
     tower_first,
     order,
 ) -> None:
@@ -200,8 +200,8 @@ def test_the_lowest_level_fits_and_more_memory_never_makes_it_higher(
     blocks = [replace(blocks[0], tied=tied)] + [
         replace(b, layer=i if i < layers else None) for i, b in enumerate(blocks[1:])
     ]
-    if sees:  # a frozen tower beside the last of them
-        blocks.insert(1, replace(blocks[-1], layer=None, states=0, grad=0, sees=True, first=True))
+    if tower:  # a frozen tower beside the last of them
+        blocks.insert(1, replace(blocks[-1], layer=None, states=0, grad=0, tower=True, first=True))
     levels = Levels(
         blocks,
         "auto",

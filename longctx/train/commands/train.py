@@ -17,15 +17,15 @@ from typing import IO, Any, NamedTuple
 from transformers import PretrainedConfig, set_seed
 
 from longctx.errors import UserError, print_rank0
-from longctx.images.room_for_images import SeenTokens, prepare
+from longctx.images.room_for_images import ImageTokens, prepare
 from longctx.train.data.rows import (
     as_arrays,
     build_dataset,
     check_sources,
     counts,
     document_names,
-    picture_files,
-    pictures_of,
+    image_files,
+    images_of,
     pixels_identity,
     rows_identity,
 )
@@ -48,7 +48,7 @@ from longctx.train.output.folder import (
     check_disk_space,
     check_output_dir,
     clear_output_dir,
-    keep_pictures,
+    keep_images,
     lock_folder,
     open_output_dir,
 )
@@ -56,12 +56,19 @@ from longctx.train.output.inputs import named_inputs
 from longctx.train.output.record import Record
 from longctx.train.output.resume import resolve_resume, resuming
 from longctx.train.report.done import summarise
-from longctx.train.report.example import numbered_pictures, show_example
+from longctx.train.report.example import numbered_images, show_example
 from longctx.train.report.predicted import Foreseen, foresee
 from longctx.train.report.sample import sample
 from longctx.train.start.described import describe_run
 from longctx.train.start.documents import needs_one_document
-from longctx.train.start.eyes import Eyes, check_no_vision, check_shared_rows, eyes_of, use_workers
+from longctx.train.start.image_batches import Batches, ImageCollator, RowsWithImages
+from longctx.train.start.image_processor import (
+    LazyProcessor,
+    check_no_vision,
+    check_shared_rows,
+    processor_of,
+    use_workers,
+)
 from longctx.train.start.loading import (
     check_request,
     compute_dtype,
@@ -70,7 +77,6 @@ from longctx.train.start.loading import (
     saved_bytes,
 )
 from longctx.train.start.options import check_layers, check_rows, check_towers, parse_args
-from longctx.train.start.picture_batches import Batches, PictureCollator, Pictured
 from longctx.train.start.reference import References, check_reference
 from longctx.train.start.teacher import check_teacher, load_teacher, teacher_identity
 from longctx.train.start.trackers import tracked_as, tracked_name
@@ -108,12 +114,12 @@ class Asked(NamedTuple):
 
 class Checked(NamedTuple):
     """Holds the tokenizer and the configurations, which are read before any weights, and what reads
-    pictures if the model sees some."""
+    images if the model sees some."""
 
     tokenizer: Any
     config: PretrainedConfig
     teacher: PretrainedConfig | None
-    eyes: Eyes | None
+    lazy: LazyProcessor | None
 
 
 class Folder(NamedTuple):
@@ -130,10 +136,10 @@ class Rows(NamedTuple):
     train: Any
     eval: Any
     names: Callable[[Iterable[int]], list[str]]
-    pictures: Any = None
-    """The processor, if there are pictures in the rows."""
-    seen: Sequence[SeenTokens] = ()
-    """The tokens of pictures in the rows that are trained, and in those that are evaluated."""
+    images: Any = None
+    """The processor, if there are images in the rows."""
+    image_tokens: Sequence[ImageTokens] = ()
+    """The tokens of images in the rows that are trained, and in those that are evaluated."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -150,12 +156,12 @@ def main(argv: list[str] | None = None) -> None:
         if asked.train.process_index == 0:
             row = next(iter(rows.train))
             named = rows.names(row["documents"])
-            pictures = None
-            if rows.pictures:
-                find = pictures_of(asked.data, asked.data.train_file, asked.task.rows)
+            images = None
+            if rows.images:
+                find = images_of(asked.data, asked.data.train_file, asked.task.rows)
                 sources = find(row["documents"])
-                pictures = numbered_pictures(row["input_ids"], rows.pictures, sources)
-            show_example(row, named, checked.tokenizer, rows=asked.task.rows, pictures=pictures)
+                images = numbered_images(row["input_ids"], rows.images, sources)
+            show_example(row, named, checked.tokenizer, rows=asked.task.rows, images=images)
         return
     keep_read(asked, rows, folder)
     counted = {"train": counts(rows.train)}
@@ -164,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
     batches = make_batches(asked, checked, rows)
     references, run = define_run(asked, checked, rows, batches)
     if folder.foreseen:
-        folder.foreseen.show(rows.train, rows.seen[0] if rows.seen else None)
+        folder.foreseen.show(rows.train, rows.image_tokens[0] if rows.image_tokens else None)
     rows = load_others(asked, checked, rows, references)
     trainer, record = load(asked, checked, rows, batches, references, run, counted)
     if asked.train.process_index == 0:
@@ -209,8 +215,8 @@ def check_models(asked: Asked) -> Checked:
         teacher = check_teacher(model_args, args, config, tokenizer, asked.engine)
     if asked.task.has_reference and args.reference:
         check_reference(model_args, args, config)
-    eyes = eyes_of(model_args, data_args, asked.task, config, tokenizer)
-    return Checked(tokenizer, config, teacher, eyes)
+    lazy = processor_of(model_args, data_args, asked.task, config, tokenizer)
+    return Checked(tokenizer, config, teacher, lazy)
 
 
 def open_folder(asked: Asked, checked: Checked) -> Folder:
@@ -229,7 +235,7 @@ def open_folder(asked: Asked, checked: Checked) -> Folder:
 def make_rows(asked: Asked, checked: Checked) -> Rows:
     """Documents -> tokens -> packed rows of seq_len, or of one document each."""
     (model_args, data_args, args), task, config = asked.options, asked.task, checked.config
-    eyes = checked.eyes
+    lazy = checked.lazy
     one_document = needs_one_document(model_args, args, config, text=task.rows == "text")
 
     def build(files: list[str] | None, **of_evaluation: bool) -> Any:
@@ -244,7 +250,7 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
             mismatched=task.mismatched,
             one_document=one_document,
             **of_evaluation,
-            sight=None if eyes is None else eyes.sight(),
+            image_reading=None if lazy is None else lazy.image_reading(),
             config=config,
         )
 
@@ -255,41 +261,41 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
         elif data_args.eval_file:
             eval_rows = build(data_args.eval_file, evaluates=True)
     check_rows(args, train_rows, eval_rows)
-    sees = eyes is not None
-    names = document_names(data_args, data_args.train_file, task.rows, sees=sees)
-    pictures = eyes and eyes.pictures
-    if pictures is None:
+    with_images = lazy is not None
+    names = document_names(data_args, data_args.train_file, task.rows, with_images=with_images)
+    images = lazy and lazy.processor
+    if images is None:
         check_no_vision(model_args, data_args)
         return Rows(train_rows, eval_rows, names)
     check_shared_rows(args, task, config)
     use_workers(args)
-    counted = [SeenTokens.of(one, pictures) for one in (train_rows, eval_rows) if one is not None]
-    return Rows(train_rows, eval_rows, names, pictures, counted)
+    counted = [ImageTokens.of(one, images) for one in (train_rows, eval_rows) if one is not None]
+    return Rows(train_rows, eval_rows, names, images, counted)
 
 
 def keep_read(asked: Asked, rows: Rows, folder: Folder) -> None:
     """Nothing that records name will be deleted."""
     data_args = asked.data
-    if rows.pictures is not None:
+    if rows.images is not None:
         for files in (data_args.train_file, data_args.eval_file):
             if files or data_args.dataset_name:
-                keep_pictures(folder.path, picture_files(data_args, files, asked.task.rows))
+                keep_images(folder.path, image_files(data_args, files, asked.task.rows))
 
 
 def make_batches(asked: Asked, checked: Checked, rows: Rows) -> Batches:
-    """How batches are made of the rows: those with pictures get pixels."""
+    """How batches are made of the rows: those with images get pixels."""
     (model_args, data_args, args), task = asked.options, asked.task
-    sees = rows.pictures is not None
-    collate = task.collator(model_args.class_type, alone=sees)
-    if not sees:
-        return Batches(collate, lambda what, given: as_arrays(given), sees)
+    with_images = rows.images is not None
+    collate = task.collator(model_args.class_type, alone=with_images)
+    if not with_images:
+        return Batches(collate, lambda what, given: as_arrays(given), with_images)
     files = {"train": data_args.train_file, "eval": data_args.eval_file or data_args.train_file}
 
     def read(what: str, given: Any) -> Any:
-        return Pictured(given, pictures_of(data_args, files[what], task.rows))
+        return RowsWithImages(given, images_of(data_args, files[what], task.rows))
 
     dtype = compute_dtype(model_args, args.device)
-    return Batches(PictureCollator(rows.pictures, checked.config, dtype, collate), read, sees)
+    return Batches(ImageCollator(rows.images, checked.config, dtype, collate), read, with_images)
 
 
 def define_run(
@@ -309,7 +315,7 @@ def define_run(
         num_processes=args.world_size,
         base=weights_identity(model_args.source, checked.config) if adapters else None,
         reference=references.identity if references else None,
-        pictures=pixels_identity(rows.train, rows.pictures) if rows.pictures else None,
+        images=pixels_identity(rows.train, rows.images) if rows.images else None,
         teacher=teacher_identity(model_args, args, teacher) if teacher is not None else None,
     )
     check_same_run(
@@ -345,8 +351,9 @@ def load(
     (model_args, _, args), engine, resumed = asked.options, asked.engine, asked.resume is not None
     set_seed(args.seed)
     with explained_oom_of_weights(engine, model_args):
-        sees = rows.pictures is not None
-        model = load_model(model_args, checked.config, device=args.device, engine=engine, sees=sees)
+        with_images = rows.images is not None
+        of_model: dict[str, Any] = dict(device=args.device, engine=engine, with_images=with_images)
+        model = load_model(model_args, checked.config, **of_model)
         with explained_options("these options"):
             trainer = LongTrainer(
                 model=model,
@@ -362,9 +369,9 @@ def load(
                 document_names=rows.names,
                 run=run,
             )
-        if rows.pictures and trainer.runtime:
+        if rows.images and trainer.runtime:
             rows_a_batch = args.per_device_train_batch_size
-            prepare(trainer.model, trainer.runtime, rows.seen, rows_a_batch)
+            prepare(trainer.model, trainer.runtime, rows.image_tokens, rows_a_batch)
         trainer.place(asked.resume)
         if references and not args.reference:
             references.of_the_start(trainer, rows.given, resumed=resumed)

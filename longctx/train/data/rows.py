@@ -62,17 +62,17 @@ from longctx.train.data.pack.packing_groups import (
 )
 from longctx.train.data.reading.files import file_of, find_files, stdlib_files
 from longctx.train.data.reading.groups import READERS, Rows
-from longctx.train.data.reading.kinds import LINE_SUFFIXES, record_suffix
-from longctx.train.data.reading.media import PICTURES
-from longctx.train.data.reading.named import check_dataset_name, load_records
-from longctx.train.data.reading.picture_sources import (
+from longctx.train.data.reading.image_sources import (
     DATA_URL,
     Source,
     linked_files,
     source_named,
     undecoded,
 )
-from longctx.train.data.reading.records import FORMATS, WITH_PICTURES, Document
+from longctx.train.data.reading.kinds import LINE_SUFFIXES, record_suffix
+from longctx.train.data.reading.media import IMAGE_COLUMNS
+from longctx.train.data.reading.named import check_dataset_name, load_records
+from longctx.train.data.reading.records import FORMATS, WITH_IMAGES, Document
 from longctx.train.data.reading.sources import read_documents
 from longctx.train.data.stream import stream_rows
 from longctx.train.data.text.encoding import check_vocabulary, pad_token_id
@@ -88,17 +88,17 @@ from longctx.train.data.text.tokens import (
 )
 from longctx.train.options.config import DataArguments
 
-if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
-    from longctx.train.data.pictures.processor import Pictures
+if TYPE_CHECKING:  # Pillow is needed where images are read alone
+    from longctx.train.data.images.processor import ImageProcessor
 
 
-class Sight(NamedTuple):
-    """How `build_dataset` reads the pictures of records, for a vision-language model."""
+class ImageReading(NamedTuple):
+    """How `build_dataset` reads the images of records, for a vision-language model."""
 
-    read: Callable[[], Pictures]
-    """Reads the processor. It is called if there are pictures alone."""
+    read: Callable[[], ImageProcessor]
+    """Reads the processor. It is called if there are images alone."""
     one_document: bool
-    """Whether rows of text with pictures are not packed: where positions do not keep them apart."""
+    """Whether rows of text with images are not packed: where positions do not keep them apart."""
 
 
 def build_dataset(
@@ -114,7 +114,7 @@ def build_dataset(
     one_document: bool = False,
     held_out: bool = False,
     evaluates: bool = False,
-    sight: Sight | None = None,
+    image_reading: ImageReading | None = None,
     config: PretrainedConfig | None = None,
 ) -> Dataset | IterableDataset:
     """Packed rows from `files`, else from --dataset_name, else from the standard library. With
@@ -124,10 +124,9 @@ def build_dataset(
     number a document (`document_names` turns them into names). Rows of "pairs" and "rated" hold
     prompts with their answers and say which is which (packing_groups.py); `mismatched` gives each
     answer another prompt's beside it. With `one_document` rows of text are not packed: each holds
-    one document and has its length, a stream's `seq_len`. With `sight` records may name pictures,
-    whose tokens are in the rows; `pictures_of` finds them again. `config` is the model's, which may
-    name tokens of media. The same arguments give the same
-    rows in the same order.
+    one document and has its length, a stream's `seq_len`. With `image_reading` records may name
+    images, whose tokens are in the rows; `images_of` finds them again. `config` is the model's,
+    which may name tokens of media. The same arguments give the same rows in the same order.
     Prints one summary line, which says whether a run trains on the rows or `evaluates` them. Raises
     UserError for bad sources, a record that cannot be trained on, and a token id of `vocab_size` or
     more.
@@ -154,19 +153,19 @@ def build_dataset(
             records = loaded.select(range(min(args.max_samples, len(loaded))))
     else:
         paths = stdlib_files() if files is None else find_files(files)
-        identity = _identity(args, paths, rows, sees=sight is not None)
+        identity = _identity(args, paths, rows, image_reading is not None)
 
     dataset_name = None if paths else args.dataset_name
-    pictures: Pictures | None = None
-    if sight is not None:
+    images: ImageProcessor | None = None
+    if image_reading is not None:
         if records is None:
-            records = _documents(args, paths, rows=rows, sees=True)
-        shown = {*WITH_PICTURES} & kinds_of(records, rows)
-        if shown or {*PICTURES} & {*records.column_names}:
-            pictures = sight.read()
-            shown_files = _picture_files(records, dataset_name)  # whose tokens the rows count
-            identity += [pictures.identity(), *map(file_identity, shown_files)]
-            one_document = one_document or (rows == "text" and sight.one_document)
+            records = _documents(args, paths, rows=rows, with_images=True)
+        shown = {*WITH_IMAGES} & kinds_of(records, rows)
+        if shown or {*IMAGE_COLUMNS} & {*records.column_names}:
+            images = image_reading.read()
+            shown_files = _image_files(records, dataset_name)  # whose tokens the rows count
+            identity += [images.identity(), *map(file_identity, shown_files)]
+            one_document = one_document or (rows == "text" and image_reading.one_document)
     name = ", ".join(files or [args.dataset_name or "the standard library"])
     name = f"held out of {name}" if held_out else name
     cache_dir = expanded(args.cache_dir)
@@ -196,7 +195,7 @@ def build_dataset(
             tokenizer,
             vocab_size,
             rows,
-            pictures,
+            images,
         )
         order = np.random.default_rng(seed).permutation(len(tokens))
         if args.eval_share:
@@ -228,11 +227,11 @@ def build_dataset(
             packed = write_arrow(rows_path, GROUP_ROW_FEATURES, packing)
         namer = _namer(records, dataset_name)
         said = lines_of(kinds_of(records, rows), tokenizer)
-        reader = Reader(records.features, dataset_name, rows, sees=sight is not None)
+        reader = Reader(records.features, dataset_name, rows, with_images=image_reading is not None)
         said += [*unread_lines(records, reader, namer)]
-        said += media_line(tokens, tokenizer, config, pictures, namer)
-        report = {"stats": asdict(stats), "replaced_bytes": replaced, "said": said}
-        report |= {"pixels": _pixels(tokens, order)} if pictures is not None else {}
+        said += media_line(tokens, tokenizer, config, images, namer)
+        report = {"stats": _saved(stats), "replaced_bytes": replaced, "said": said}
+        report |= {"pixels": _pixels(tokens, order)} if images is not None else {}
         write_text(report_path, json.dumps(report))
 
     stats = _stats(report["stats"], rows)
@@ -322,10 +321,10 @@ def rows_identity(args: DataArguments, rows: Dataset | IterableDataset) -> Any:
     return content_of(rows)
 
 
-def pixels_identity(rows: Dataset | IterableDataset, pictures: Pictures) -> str:
-    """Differs where the pixels of the rows of a `build_dataset` do: where the bytes of pictures'
+def pixels_identity(rows: Dataset | IterableDataset, images: ImageProcessor) -> str:
+    """Differs where the pixels of the rows of a `build_dataset` do: where the bytes of images'
     files or the processor's settings do."""
-    return digest(_report_beside(rows).get("pixels"), pictures.settings)
+    return digest(_report_beside(rows).get("pixels"), images.settings)
 
 
 def _pixels(tokens: Dataset, order: np.ndarray) -> str:  # (n,) int64: numbers of documents
@@ -333,74 +332,76 @@ def _pixels(tokens: Dataset, order: np.ndarray) -> str:  # (n,) int64: numbers o
     return xxhash.xxh3_64_hexdigest(hashes.tobytes())
 
 
-def pictures_of(
+def images_of(
     args: DataArguments, files: list[str] | None, rows: Rows = "text"
 ) -> Callable[[Iterable[int]], list[Source]]:
-    """Finds the pictures of a row's documents, in their order, given its `documents`.
+    """Finds the images of a row's documents, in their order, given its `documents`.
 
-    `args`, `files` and `rows` are those of a `build_dataset` with `sight`.
+    `args`, `files` and `rows` are those of a `build_dataset` with `image_reading`.
     """
-    records, name = _seen(args, files, rows)
-    document = Reader(records.features, name, rows, sees=True)
+    records, name = _records_of(args, files, rows)
+    document = Reader(records.features, name, rows, with_images=True)
 
     def found(numbers: Iterable[int]) -> list[Source]:
         sources: list[Source] = []
         for number in numbers:
             read = document(records[int(number)], int(number)) if number >= 0 else None
-            if read is not None and read.kind in WITH_PICTURES:
+            if read is not None and read.kind in WITH_IMAGES:
                 for count, named in enumerate(read.content["pictures"], 1):
-                    sources.append(source_named(named, f"{read.where}: picture {count}"))
+                    sources.append(source_named(named, f"{read.where}: image {count}"))
         return sources
 
     return found
 
 
-def picture_files(
+def image_files(
     args: DataArguments, files: list[str] | None, rows: Rows = "text"
 ) -> Iterator[Path]:
-    """Yields the files of pictures that records name, given what `pictures_of` is given."""
-    return _picture_files(*_seen(args, files, rows))
+    """Yields the files of images that records name, given what `images_of` is given."""
+    return _image_files(*_records_of(args, files, rows))
 
 
-def _seen(args: DataArguments, files: list[str] | None, rows: Rows) -> tuple[Dataset, str | None]:
-    """Returns the records of a `build_dataset` with `sight`, and the name of their dataset."""
+def _records_of(
+    args: DataArguments, files: list[str] | None, rows: Rows
+) -> tuple[Dataset, str | None]:
+    """Returns the records of a `build_dataset` with `image_reading`, and their dataset's name."""
     if files is None and args.dataset_name:
         loaded = load_records(args)
         assert isinstance(loaded, Dataset)
         return undecoded(loaded), args.dataset_name
     paths = stdlib_files() if files is None else find_files(files)
-    return _documents(args, paths, rows=rows, sees=True), None
+    return _documents(args, paths, rows=rows, with_images=True), None
 
 
-def _picture_files(records: Dataset, name: str | None) -> Iterator[Path]:
+def _image_files(records: Dataset, name: str | None) -> Iterator[Path]:
     if name is not None:
         files = linked_files(records, folder_of(name))
         yield from (file for file in files if file.is_file())
         return
     for kind, content in zip(records["kind"], records["content"], strict=True):
-        for named in json.loads(content)["pictures"] if kind in WITH_PICTURES else ():
+        for named in json.loads(content)["pictures"] if kind in WITH_IMAGES else ():
             if not named.startswith(DATA_URL):
                 yield Path(named)
 
 
 def document_names(
-    args: DataArguments, files: list[str] | None, rows: Rows = "text", *, sees: bool = False
+    args: DataArguments, files: list[str] | None, rows: Rows = "text", *, with_images: bool = False
 ) -> Callable[[Iterable[int]], list[str]]:
     """Says where the records of a row came from (`file`, `file:line`), given its `documents`.
 
-    `args`, `files` and `rows` are those of `build_dataset`, and `sees` whether it had a `sight`;
-    files that change afterwards change no name.
+    `args`, `files` and `rows` are those of `build_dataset`, and `with_images` whether it had an
+    `image_reading`; files that change afterwards change no name.
     """
     if files is None and args.dataset_name:
         kind = "record of the shuffled stream" if args.streaming else "row"
         return lambda numbers: [f"{args.dataset_name} {kind} {n}" for n in numbers if n >= 0]
     paths = stdlib_files() if files is None else find_files(files)
-    path = _documents_path(args, paths, rows, sees=sees)
+    path = _documents_path(args, paths, rows, with_images)
 
     def names(numbers: Iterable[int]) -> list[str]:
-        if not path.exists() and _documents_path(args, paths, rows, sees=sees) != path:
+        if not path.exists() and _documents_path(args, paths, rows, with_images) != path:
             raise UserError("the data has changed since it was read")
-        documents = _documents(args, paths, path, rows, sees=sees)
+        documents = _documents(args, paths, path, rows, with_images=with_images)
         return [documents[number]["where"] for number in numbers if number >= 0]
 
     return names
@@ -419,7 +420,13 @@ def _report(path: Path, rows: Rows = "text") -> dict[str, Any] | None:
 
 
 def _stats(counted: dict[str, Any], rows: Rows) -> PackingStats | GroupStats:
-    return PackingStats(**counted) if rows == "text" else GroupStats(**counted)
+    named = {"images" if name == "pictures" else name: n for name, n in {**counted}.items()}
+    return PackingStats(**named) if rows == "text" else GroupStats(**named)
+
+
+def _saved(stats: PackingStats | GroupStats) -> dict[str, Any]:
+    """Returns counts as files have them, where images are called pictures."""
+    return {"pictures" if name == "images" else name: n for name, n in asdict(stats).items()}
 
 
 def counts(rows: Dataset | IterableDataset) -> dict[str, int]:
@@ -437,14 +444,14 @@ def _report_beside(rows: Dataset | IterableDataset) -> dict[str, Any]:
     return {}
 
 
-def _identity(args: DataArguments, files: list[Path], rows: Rows, *, sees: bool) -> list[Any]:
+def _identity(args: DataArguments, files: list[Path], rows: Rows, with_images: bool) -> list[Any]:
     """All that decides what is read from files. Tables and .json were once read as plain text, so
     their records have a name of their own."""
     suffixes = {record_suffix(file) for file in files} - {None, *LINE_SUFFIXES}
     more = (
         ["records"] * bool(suffixes)
         + ["undecodable"] * args.allow_undecodable
-        + ["pictures"] * sees
+        + ["pictures"] * with_images
     )
     return [*map(file_identity, files), *more, *_limit(args), *_beside_text(rows)]
 
@@ -459,8 +466,8 @@ def _beside_text(rows: Rows) -> list[Rows]:
     return [] if rows == "text" else [rows]
 
 
-def _documents_path(args: DataArguments, files: list[Path], rows: Rows, *, sees: bool) -> Path:
-    key = digest(_identity(args, files, rows, sees=sees))
+def _documents_path(args: DataArguments, files: list[Path], rows: Rows, with_images: bool) -> Path:
+    key = digest(_identity(args, files, rows, with_images))
     return cache_path(expanded(args.cache_dir), "documents", key)
 
 
@@ -470,11 +477,11 @@ def _documents(
     path: Path | None = None,
     rows: Rows = "text",
     *,
-    sees: bool = False,
+    with_images: bool = False,
 ) -> Dataset:
     """The documents of files, as columns; read once and kept (at `path`), so that they need not fit
-    in RAM. Where the model `sees`, they may name pictures."""
-    path = path or _documents_path(args, files, rows, sees=sees)
+    in RAM. With `with_images` they may name images."""
+    path = path or _documents_path(args, files, rows, with_images=with_images)
 
     def columns(document: Document) -> dict[str, Any]:
         content = json.dumps(document.content, ensure_ascii=False)
@@ -489,7 +496,7 @@ def _documents(
             allow_undecodable=args.allow_undecodable,
             rows=rows,
             max_samples=args.max_samples,
-            sees=sees,
+            with_images=with_images,
         ),
         desc="Reading",
         unit=" documents",

@@ -167,16 +167,16 @@ def adapter_bytes(args: ModelArguments, config: PretrainedConfig) -> int:
 
 
 def _adaptable(model: nn.Module, vision: bool) -> dict[str, nn.Linear]:
-    """Returns the linear maps that may get adapters, by path: those of what sees images with
+    """Returns the linear maps that may get adapters, by path: those of the vision tower with
     `vision` alone, none of the MLPs among layers of experts or beside them, whose names PEFT takes
     for those of experts, and none that PEFT refuses."""
-    seeing = {inner for _, tower in towers(model) for inner in tower.modules()}
+    of_towers = {inner for _, tower in towers(model) for inner in tower.modules()}
     left_out = [".mlp."] * has_experts(model)
     left_out += [f".{_OUT_PROJ}"] * _refuses_out_proj(inside_peft(model).config)
     return {
         path: linear
         for path, linear in linears(model).items()
-        if (vision if linear in seeing else not any(part in path for part in left_out))
+        if (vision if linear in of_towers else not any(part in path for part in left_out))
     }
 
 

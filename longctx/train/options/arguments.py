@@ -168,7 +168,7 @@ class ModelArguments:
         False, "Run Python code that a model repository ships. Only for repositories you trust."
     )
     train_vision: bool = _rare_model(
-        False, "Train what sees images, too; without it, that is frozen.", NUMBERS
+        False, "Train the vision tower, too; without it, that is frozen.", NUMBERS
     )
 
     def __post_init__(self) -> None:

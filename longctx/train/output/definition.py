@@ -25,8 +25,8 @@ OPTIONS = tuple(
 are recorded by their weights."""
 APPLIED = tuple(name for name, known in ABOUT.items() if known.resume is Resume.APPLIED)
 DATA, MODEL, BASE, PROCESSES = "data", "model", "base", "num_processes"
-REFERENCE, TEACHER, PICTURES = "reference", "teacher", "pictures"
-NAMES = (*OPTIONS, DATA, PICTURES, MODEL, BASE, REFERENCE, TEACHER, PROCESSES)
+REFERENCE, TEACHER, IMAGES = "reference", "teacher", "pictures"  # as checkpoints have them
+NAMES = (*OPTIONS, DATA, IMAGES, MODEL, BASE, REFERENCE, TEACHER, PROCESSES)
 """What `--allow_changed` takes."""
 
 _WEIGHTS = {
@@ -52,12 +52,12 @@ def define(
     base: str | None = None,
     reference: str | None = None,
     teacher: str | None = None,
-    pictures: str | None = None,
+    images: str | None = None,
 ) -> RunDefinition:
     """The definition, as JSON. `options` are the run's dataclasses, `dtype` is what theirs means
     here, `data` whatever differs where the rows do, `model` a configuration's `to_dict()`, `base`
     what tells the frozen weights under adapters from others (checkpoints do not hold them),
-    `reference` and `teacher` the same of those models, and `pictures` whatever differs where the
+    `reference` and `teacher` the same of those models, and `images` whatever differs where the
     pixels of the data do."""
     run: RunDefinition = {}
     for name in (*OPTIONS, *APPLIED):
@@ -66,7 +66,7 @@ def define(
             run[name] = plain(getattr(owner, name))
     run |= {"dtype": str(dtype), DATA: data, PROCESSES: num_processes}
     run[MODEL] = {k: plain(v) for k, v in model.items() if k not in _NO_MODEL}
-    beside = {BASE: base, REFERENCE: reference, TEACHER: teacher, PICTURES: pictures}
+    beside = {BASE: base, REFERENCE: reference, TEACHER: teacher, IMAGES: images}
     return run | {name: value for name, value in beside.items() if value is not None}
 
 
@@ -143,9 +143,9 @@ def differences(before: RunDefinition, now: RunDefinition) -> dict[str, str]:
     }
     if before.get(DATA) != now[DATA] and not _ROWS & found.keys():
         found[DATA] = "data (the rows are not the same)"
-    elif PICTURES in before and PICTURES in now and not _ROWS & found.keys():
-        if before[PICTURES] != now[PICTURES]:
-            found[PICTURES] = "pictures (files of them, or the processor's settings, have changed)"
+    elif IMAGES in before and IMAGES in now and not _ROWS & found.keys():
+        if before[IMAGES] != now[IMAGES]:
+            found[IMAGES] = "images (files of them, or the processor's settings, have changed)"
     for name, what in _WEIGHTS.items():
         if before.get(name, now.get(name)) != now.get(name, before.get(name)):
             found[name] = f"{name} ({what}, {_shown(before[name])} -> {now[name]})"

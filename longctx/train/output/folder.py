@@ -73,7 +73,7 @@ def check_output_dir(
         )
 
 
-def keep_pictures(output_dir: Path, files: Iterable[Path]) -> None:
+def keep_images(output_dir: Path, files: Iterable[Path]) -> None:
     """Raises UserError if one of `files`, which records name, lies in a checkpoint or in the final
     model of the folder: a run deletes them to make way, rotates them, or replaces them."""
     refuse_lost(_earlier_run(output_dir), files)

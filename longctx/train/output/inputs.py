@@ -2,7 +2,7 @@
 
 Inputs are what the command line and options name, and what these lead to: links in a folder, paths
 in its settings (the base of an adapter) and the data files that a dataset's card names. Records
-name pictures, which are compared once they are read. Names are compared, not contents, at every
+name images, which are compared once they are read. Names are compared, not contents, at every
 step of the way that the kernel takes from a name to a file: an input that is a link into the folder
 is lost with what it leads to, one that only leads through the folder's link to a bigger disk loses
 its way, and what such a link points to stays.

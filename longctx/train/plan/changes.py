@@ -155,7 +155,7 @@ class _Search:
         """Whether an engine may train the run, with rows that GPUs share."""
         run = self.run
         whole = run.model.quantize == "none" and not run.model.lora_modules_to_save
-        ours = run.model.schedules and not self.subject.sees
+        ours = run.model.schedules and not self.subject.with_tower
         return ours and run.exact and whole and run.task == "sft"
 
     def these_gpus(self) -> Iterator[Change]:

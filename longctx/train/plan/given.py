@@ -79,7 +79,7 @@ class Given:
     images: PlannedImages | None = None
     """None where rows were planned with text alone."""
     tower_on_gpu: bool = True
-    """Whether the weights of what sees images, where it is frozen, stay on the GPU."""
+    """Whether the weights of the vision tower, where it is frozen, stay on the GPU."""
 
     def step(self, step: Step) -> Step:
         """Returns the step with the plan's choice, whatever is free here."""
@@ -139,8 +139,8 @@ class Given:
         """Returns the place of each block. Raises UserError if the model has other blocks than the
         plan places, or if something that the plan places on the host cannot wait there."""
         others = iter(self.places)
-        seeing = Place(weight=self.tower_on_gpu)
-        found = [seeing if spec.sees else next(others, None) for spec in specs]
+        of_tower = Place(weight=self.tower_on_gpu)
+        found = [of_tower if spec.tower else next(others, None) for spec in specs]
         places = [place for place in found if place is not None]
         whole = len(places) == len(specs) and next(others, None) is None
         if not whole or not all(map(_may_be, specs, places)):
@@ -174,9 +174,9 @@ def written(planned: Plan) -> dict[str, Any]:
         "images": _images_of(planned.run),
         "cuda_graphs": decision.chosen.graph_bytes > 0,
         "blocks_on_gpu": [
-            [kind for kind in KINDS if getattr(p, kind)] for spec, p in placed if not spec.sees
+            [kind for kind in KINDS if getattr(p, kind)] for spec, p in placed if not spec.tower
         ],
-        "tower_on_gpu": all(place.weight for spec, place in placed if spec.sees),
+        "tower_on_gpu": all(place.weight for spec, place in placed if spec.tower),
     }
 
 

@@ -28,7 +28,7 @@ from longctx.cost.seconds import Exchanged, Seconds
 from longctx.cost.sizes import Batch, Parameters, Sizes
 from longctx.errors import UserError, one_line
 from longctx.families.adapters import inside_peft
-from longctx.families.blocks import decoder_layers, seeing_block, state_blocks
+from longctx.families.blocks import decoder_layers, state_blocks, tower_block
 from longctx.families.classes import is_classifier, without_storage
 from longctx.families.families import (
     base_of,
@@ -217,17 +217,17 @@ class Subject:
         """The plans that were made of it."""
 
     def blocks(
-        self, *, movable: bool, head_movable: bool = True, sees: bool = False
+        self, *, movable: bool, head_movable: bool = True, with_tower: bool = False
     ) -> list[BlockSpec]:
-        """Returns the model's `state_blocks`, also of what `sees` images. A plan that does not fit
+        """Returns the model's `state_blocks`, also of the vision tower. A plan that does not fit
         is made 30 times, and the blocks of 512 layers take 0.1 s."""
-        asked = movable, head_movable, sees
+        asked = movable, head_movable, with_tower
         if asked not in self._blocks:
             found = state_blocks(self.model, movable=movable, head_movable=head_movable)
-            if sees:  # what is frozen is at rest here, and in none of these
+            if with_tower:  # what is frozen is at rest here, and in none of these
                 names = {p: name for name, p in self.model.named_parameters()}
-                seeing = seeing_block(self.model, names, movable=movable)
-                found[1:1] = [seeing] if seeing else []
+                block = tower_block(self.model, names, movable=movable)
+                found[1:1] = [block] if block else []
             self._blocks[asked] = found
         return self._blocks[asked]
 
@@ -257,7 +257,7 @@ class Subject:
 
     @cached_property
     def tower(self) -> Tower | None:
-        """The sizes of what sees images, which a plan of text alone does not ask for; None where
+        """The sizes of the vision tower, which a plan of text alone does not ask for; None where
         nothing does."""
         return tower_sizes(inside_peft(self.model))
 
@@ -279,7 +279,7 @@ class Subject:
         return found.why_unknown(self.sizes(run)) if found else None
 
     @property
-    def sees(self) -> bool:
+    def with_tower(self) -> bool:
         """Whether it is a vision-language model."""
         return self.whole.model_type in PREFIXES
 
@@ -447,8 +447,8 @@ def _planned(
     elif run.exact:
         movable = subject.schedules(run) and run.gpus == 1
         head_movable = run.task == "sft"  # whose loss is done with lm_head in forward
-        sees = run.image is not None
-        specs = subject.blocks(movable=movable, head_movable=head_movable, sees=sees)
+        with_tower = run.image is not None
+        specs = subject.blocks(movable=movable, head_movable=head_movable, with_tower=with_tower)
         decision = decide(
             specs,
             budget,
@@ -479,7 +479,7 @@ def _planned(
     found = phases(step.count(chosen.sizes, step.batch), chosen.ladder, standing)
     if images is not None:
         placed = zip(decision.specs, decision.places, strict=True)
-        images = replace(images, away=any(not p.weight for spec, p in placed if spec.sees))
+        images = replace(images, away=any(not p.weight for spec, p in placed if spec.tower))
         found = with_images(found, images, standing)
     on_gpu = alone.gpu_bytes - alone.held_bytes
     reading = process + (subject.reading_bytes(on_gpu) if engine is None else 0)
@@ -492,7 +492,7 @@ def _planned(
         backend=(known := subject.any_layers(run)) and known.said() or backend,
         decision=decision,
         phases=found,
-        seconds=_seen(predicted(timed, chosen), images, step),
+        seconds=_with_tower(predicted(timed, chosen), images, step),
         gpu_limit=limit,
         problem=_problem(decision, found, limit, held)
         or (decision.placement_problem(run.place) if run.exact else None)
@@ -526,7 +526,7 @@ def _reading_problem(subject: Subject, reading_bytes: int, host_bytes: int) -> s
 _BY_LAYER = "--quantize nf4 reads them layer by layer"
 
 
-def _seen(found: Seconds, images: Images | None, step: Step) -> Seconds:
+def _with_tower(found: Seconds, images: Images | None, step: Step) -> Seconds:
     """Returns the seconds of a step with those in which images are seen."""
     if images is None:
         return found
@@ -606,8 +606,10 @@ def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
     writes = run.sequence_parallel_size == 1 and BACKENDS[backend].writes_gradients
     fuses = BACKENDS[backend].fuses_sinks
     sizes = replace(sizes, writes_gradients=writes, fuses_sinks=fuses)
-    seen = run.per_device_train_batch_size * run.image_tokens
-    batch = Batch(run.tokens, document, run.gradient_accumulation_steps, run.scored_tokens, seen)
+    in_images = run.per_device_train_batch_size * run.image_tokens
+    batch = Batch(
+        run.tokens, document, run.gradient_accumulation_steps, run.scored_tokens, in_images
+    )
     rates = machine.rates(backend, document, *sizes.scores)
     step = Step(count=StepTable.of, sizes=sizes, batch=batch, rates=rates, offload="none")
     if run.model.class_type == "any":

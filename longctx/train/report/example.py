@@ -10,10 +10,10 @@ A row of prompts with their answers shows each prompt once and says whose answer
     ── 1 of 2: pairs.jsonl:7, rejected, 9 tokens
 
 Trained tokens are green (and between « and » where there is no colour), the others dim. A stretch
-of more than STRETCH characters is shortened in its middle. Where a picture stands, its tokens are
-counted, each picture's by themselves:
+of more than STRETCH characters is shortened in its middle. Where an image stands, its tokens are
+counted, each image's by themselves:
 
-    <|vision_start|> [picture, 196 tokens] <|vision_end|> What is this?
+    <|vision_start|> [image, 196 tokens] <|vision_end|> What is this?
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def show_example(
     tokenizer: PreTrainedTokenizerBase,
     console: Console | None = None,
     rows: Rows = "text",
-    pictures: np.ndarray | None = None,  # (n,)
+    images: np.ndarray | None = None,  # (n,)
 ) -> None:
     """Prints a row of `build_dataset` of this kind of rows; `names` are those of its documents
-    (`document_names`), `pictures` are the row's `numbered_pictures`."""
+    (`document_names`), `images` are the row's `numbered_images`."""
     console = console or Console()
     ids, labels = (np.asarray(row[name]) for name in ("input_ids", "labels"))
     trained = labels != IGNORE_INDEX
-    pictured = np.zeros(len(ids), int) if pictures is None else pictures
+    of_images = np.zeros(len(ids), int) if images is None else images
     console.print(f"one row of {len(ids):,} tokens, {trained.sum():,} of them trained")
     pieces = _documents(row) if rows == "text" else _answers(row, SIDE_NAMES[rows])
     for number, side, start, end in pieces:
@@ -59,20 +59,20 @@ def show_example(
         counts = f"{side}, {tokens}" if side else f"{tokens}, {trained[start:end].sum():,} trained"
         console.print(Text(f"── {what}, {counts}", EDGE), soft_wrap=True)
         part = slice(start, end)
-        text = _coloured(ids[part], trained[part], pictured[part], tokenizer, console.is_terminal)
+        text = _coloured(ids[part], trained[part], of_images[part], tokenizer, console.is_terminal)
         console.print(text, soft_wrap=True)
 
 
-def numbered_pictures(ids: Sequence[int], pictures: Any, sources: Sequence[Any]) -> np.ndarray:
-    """Returns the number of the picture that each of a row's tokens belongs to, from 1, and 0 for
-    text; (n,). `pictures` is the processor (train/data/pictures/processor.py), and `sources` are
-    those of the row's pictures. Tokens between a picture's parts, as Mistral 3 has them at the end
-    of a line, are the picture's."""
+def numbered_images(ids: Sequence[int], images: Any, sources: Sequence[Any]) -> np.ndarray:
+    """Returns the number of the image that each of a row's tokens belongs to, from 1, and 0 for
+    text; (n,). `images` is the processor (train/data/images/processor.py), and `sources` are
+    those of the row's images. Tokens between an image's parts, as Mistral 3 has them at the end
+    of a line, are the image's."""
     counts = []
     for number, source in enumerate(sources, 1):
-        at = f"picture {number} of the row"
-        counts.append(pictures.tokens_of(pictures.opened(source, at).size, at))
-    found, parts = np.zeros(len(ids), int), np.flatnonzero(pictures.seen(np.asarray(ids)))
+        at = f"image {number} of the row"
+        counts.append(images.tokens_of(images.opened(source, at).size, at))
+    found, parts = np.zeros(len(ids), int), np.flatnonzero(images.marks(np.asarray(ids)))
     for number, (end, count) in enumerate(zip(np.cumsum(counts), counts, strict=True), 1):
         found[parts[end - count] : parts[end - 1] + 1] = number
     return found
@@ -102,17 +102,17 @@ def _answers(row: dict[str, Any], sides: Sequence[str]) -> Iterator[Part]:
 def _coloured(
     ids: np.ndarray,
     trained: np.ndarray,
-    pictured: np.ndarray,
+    of_images: np.ndarray,
     tokenizer: PreTrainedTokenizerBase,
     colour: bool,
 ) -> Text:
-    """Stretches of equal `trained` and `pictured`, decoded; all (n,)."""
+    """Stretches of equal `trained` and `imaged`, decoded; all (n,)."""
     text = Text()
-    changes = np.diff(trained) | (np.diff(pictured) != 0)
+    changes = np.diff(trained) | (np.diff(of_images) != 0)
     cuts = [0, *(np.flatnonzero(changes) + 1).tolist(), len(ids)]
     for start, end in zip(cuts, cuts[1:], strict=False):
-        if pictured[start]:
-            text.append(f"[picture, {end - start:,} tokens]", EDGE)
+        if of_images[start]:
+            text.append(f"[image, {end - start:,} tokens]", EDGE)
             continue
         stretch = _short(str(tokenizer.decode(ids[start:end].tolist())))
         if trained[start]:

@@ -137,7 +137,7 @@ def _images(images: dict[str, Any]) -> str:
     return (
         f"{images['in_a_row']} of {images['width']} x {images['height']}{' in a row' * many}, "
         f"{images['patches']} patches and {images['tokens']} tokens{' each' * many}, "
-        f"{images['row_tokens']} tokens in all; what sees them {trained}"
+        f"{images['row_tokens']} tokens in all; the vision tower {trained}"
     )
 
 

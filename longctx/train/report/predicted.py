@@ -28,7 +28,7 @@ from longctx.cost.machines import Machine
 from longctx.cost.peak import peak
 from longctx.errors import UserError, print_rank0
 from longctx.images.image_sizes import image_of
-from longctx.images.room_for_images import USUAL, SeenTokens
+from longctx.images.room_for_images import USUAL, ImageTokens
 from longctx.loop.metrics import peak_memory
 from longctx.memory.machine import held_host_bytes, host_share_bytes
 from longctx.memory.place import Place
@@ -165,16 +165,17 @@ class Foreseen:
         fix = f"it fits with {', or '.join(fixes)}" if fixes else "no flag makes it fit"
         raise UserError(f"this run does not fit: {problem}; {fix}")
 
-    def show(self, rows: Any, seen: SeenTokens | None = None) -> None:
+    def show(self, rows: Any, image_tokens: ImageTokens | None = None) -> None:
         """The table, with documents as long as those of the data, and as many images. A line says
         if a `--plan` has fewer."""
-        if seen is not None and self.args.plan:
-            if line := read_given(self.args.plan).fewer_images(seen.most):
+        if image_tokens is not None and self.args.plan:
+            if line := read_given(self.args.plan).fewer_images(image_tokens.most):
                 print_rank0(line)
         run = replace(self.planned.run, document_tokens=document_tokens(rows))
-        if seen is not None and seen.mean:
+        if image_tokens is not None and image_tokens.mean:
             image = image_of(self.subject.whole, USUAL)
-            run = replace(run, images=max(1, round(seen.mean / image.features)), image=image)
+            count = max(1, round(image_tokens.mean / image.features))
+            run = replace(run, images=count, image=image)
         self.planned = plan(self.subject, run, self.machine, self.host_bytes)
         if self.args.process_index == 0:
             tokens = self._data_tokens(rows)

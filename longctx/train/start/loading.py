@@ -28,7 +28,7 @@ from longctx.families.classes import (
     as_reward_model,
     auto_class,
     is_classifier,
-    sees_images,
+    takes_images,
     without_storage,
 )
 from longctx.families.families import family_of, has_windows, not_known, score_cap
@@ -90,7 +90,7 @@ def load_config(
             )
     (as_reward_model if rewards else as_language_model)(config)
     set_dropout_(config, args.dropout)
-    text = config.get_text_config() if sees_images(config) else config
+    text = config.get_text_config() if takes_images(config) else config
     known = text is config or config.model_type in PREFIXES
     if args.class_type == "custom" and not (known and family_of(text)):
         around = "" if text is config else f" around {text.model_type!r}"
@@ -176,11 +176,11 @@ def load_model(
     device: torch.device,
     engine: Engine | None = None,
     role: str = "",
-    sees: bool = False,
+    with_images: bool = False,
 ) -> PreTrainedModel:
     """The model in `args.dtype`, patched as `args.class_type` says, in a PeftModel if it gets
     adapters; prints what was patched, and the model's `role` if it is not the one that trains.
-    With `sees` it will be given images.
+    With `with_images` batches will have images.
 
     Pretrained weights are read (under ZeRO-3 and FSDP2 the first process hands the others their
     parts); a preset's are random (seed them with `transformers.set_seed`).
@@ -216,14 +216,14 @@ def load_model(
     if rests != device:
         leave_waiting_(model, device)
     keep_layout_(model)
-    seeing = ""
-    if sees:
+    of_tower = ""
+    if with_images:
         for _, tower in towers(model):
             tower.requires_grad_(args.train_vision)
-        seeing = f"; what sees images is {'trained, too' if args.train_vision else 'frozen'}"
+        of_tower = f"; the vision tower is {'trained, too' if args.train_vision else 'frozen'}"
     elif any(towers(model)):
         rest_(model)
-        seeing = "; what sees images stays in host memory, frozen"
+        of_tower = "; the vision tower stays in host memory, frozen"
     if args.class_type != "any":  # whose patch does it
         keep_documents_apart(model)
     patched = patch_as(model, args.patch_options, device)
@@ -234,7 +234,7 @@ def load_model(
         f"{counted(sum(map(whole_numel, model.parameters())))} parameters in "
         f"{str(dtype).removeprefix('torch.')}; {patched}"
     )
-    line += seeing
+    line += of_tower
     if args.lora_r is not None:
         model, adapters = add_adapters(model, args)
         line += f"; {adapters}"

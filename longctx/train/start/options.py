@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from longctx.any_model.declined import is_dropout, why_declined
 from longctx.errors import UserError, many, print_rank0
-from longctx.families.classes import class_of, sees_images
+from longctx.families.classes import class_of, takes_images
 from longctx.families.families import family_of, not_known
 from longctx.families.vision import PREFIXES
 from longctx.train.engines import Engine, choose_engine
@@ -109,10 +109,10 @@ def _check_engine(model_args: ModelArguments, args: TrainArguments, engine: Engi
 def check_towers(
     model_args: ModelArguments, config: PretrainedConfig, engine: Engine, processes: int
 ) -> None:
-    """Raises UserError where several processes or an engine would train what sees images: a batch
+    """Raises UserError where several processes or an engine would train the vision tower: a batch
     without any has no gradient of it, and no process waits for the others. That of a model which
     the schedule does not know cannot be told from the rest."""
-    if not sees_images(config) or not (engine.shards_states or processes > 1):
+    if not takes_images(config) or not (engine.shards_states or processes > 1):
         return
     alone = "leave out --deepspeed and --fsdp, and start one process"
     if config.model_type not in PREFIXES:

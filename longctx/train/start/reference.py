@@ -21,8 +21,8 @@ from longctx.train.engines.peers import end_with_peers
 from longctx.train.loading.pretrained import computed_by, weights_identity
 from longctx.train.options.config import DataArguments, ModelArguments, TrainArguments
 from longctx.train.options.source import ModelSource
+from longctx.train.start.image_batches import Batches
 from longctx.train.start.loading import compute_dtype, load_config, load_model
-from longctx.train.start.picture_batches import Batches
 from longctx.train.tasks.protocol import Batch, Task
 from longctx.train.tasks.reference import ReferencePass
 from longctx.train.trainer.trainer import LongTrainer
@@ -83,7 +83,7 @@ class References:
             score=lambda batch: Tensor(),
             collate=batches.collate,
             read=batches.read,
-            sees=batches.sees,
+            with_images=batches.with_images,
             identity=self.identity,
             cache_dir=expanded(data_args.cache_dir),
             device=args.device,
@@ -107,9 +107,9 @@ class References:
             )
         args, device = self.model_args.of_another(self.args.reference), self.args.device
         config = check_reference(self.model_args, self.args, self.config)
-        sees = self.batches.sees
+        with_images = self.batches.with_images
         model: Any = load_model(
-            args, config, device=device, engine=engine, role="reference", sees=sees
+            args, config, device=device, engine=engine, role="reference", with_images=with_images
         )
         model.to(self.args.device)
         self.task.attach(model)

@@ -78,7 +78,7 @@ class Distill(Task):
     """The rows are those of `sft`; `teacher` is set before training
     (longctx/train/start/teacher.py)."""
 
-    sees = False
+    with_images = False
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)

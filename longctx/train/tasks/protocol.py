@@ -2,7 +2,7 @@
 model itself.
 
     rows, mismatched   before data is read     which records, and what a packed row holds of them
-    sees                                       whether they may have pictures
+    with_images                                whether they may have images
     has_reference      before training         whether a reference model's log-probabilities count
     collate            a batch                 rows -> tensors
     attach             once the model is there
@@ -54,8 +54,8 @@ class Task:
     rows: ClassVar[Literal["text", "pairs", "rated"]] = "text"
     mismatched: ClassVar[bool] = False
     """Whether each prompt also gets an answer to another prompt, of which a KL is estimated."""
-    sees: ClassVar[bool] = True
-    """Whether records may have pictures, with a model that sees them."""
+    with_images: ClassVar[bool] = True
+    """Whether records may have images, with a model that sees them."""
     has_reference: ClassVar[bool] = False
     loss_types: ClassVar[Sequence[str]] = ()
     """Values that --loss_type may have; the first is the default."""

@@ -7,7 +7,7 @@ while a run trains, so they are kept in cache_dir (train/data/pack/cache.py):
     reference-v3-<key>.arrow             a row of numbers for each packed row, one per answer
     reference-v3-<key of a part>.arrow   the same of PART_ROWS rows, deleted when all are there
 
-The key says all that they depend on: the rows' content and pictures, the reference's weights and
+The key says all that they depend on: the rows' content and images, the reference's weights and
 how they are computed (dtype, 4 bits), and how tokens are weighted. A run that is killed in the pass
 loses a part at most, and a resumed run computes nothing again.
 """
@@ -54,9 +54,9 @@ class ReferencePass:
     """Whatever the numbers depend on beside the rows, as JSON."""
     read: Callable[[str, Dataset], Any] = lambda what, rows: rows.with_format("numpy")
     """Makes what `collate` gets rows from of a dataset, given what it is for."""
-    sees: bool = False
-    """Whether rows have pictures, which their content does not tell apart: their file's name does,
-    since it depends on the files of pictures."""
+    with_images: bool = False
+    """Whether rows have images, which their content does not tell apart: their file's name does,
+    since it depends on the files of images."""
     cache_dir: Path
     device: torch.device
     rank: int = 0
@@ -70,7 +70,7 @@ class ReferencePass:
     """The reference, in words."""
 
     def path(self, rows: Dataset, part: int | None = None) -> Path:
-        files = [Path(file["filename"]).stem for file in rows.cache_files if self.sees]
+        files = [Path(file["filename"]).stem for file in rows.cache_files if self.with_images]
         whole = digest(content_of(rows), self.identity, *files)
         return cache_path(self.cache_dir, REFERENCE, whole if part is None else digest(whole, part))
 

@@ -17,7 +17,7 @@ class Reward(Pairs):
     """The reward of an answer is one number, made by a head of the hidden state of its last
     token."""
 
-    sees = False
+    with_images = False
 
     def values(self, model: Any, batch: Batch) -> Values:
         rewards = self._rewards(model, batch)

@@ -220,13 +220,13 @@ def first_nonfinite(
     alone = rows == 1
     own = -(-tokens // shards.ranks) if shards else tokens
     before = shards.rank * own if shards else 0
-    seeing = tower_modules(model)
+    of_towers = tower_modules(model)
 
     def look(order: int, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, given: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple) else output
             if not found and isinstance(first, Tensor) and not _finite(first):
-                token = _first_token(first, own) if alone and module not in seeing else None
+                token = _first_token(first, own) if alone and module not in of_towers else None
                 found.append((order, name, None if token is None else token + before))
 
         return hook

@@ -119,7 +119,7 @@ RECORDS = {
     "content is empty": (chat(USER, {"role": "assistant", "content": ""}), works("2 documents")),
     "an image": (
         chat({"role": "user", "content": [{"type": "image"}]}, ANSWER),
-        fails(":1: it has pictures"),
+        fails(":1: it has images"),
     ),
     "a part of null": (chat({"role": "user", "content": [None]}, ANSWER), fails("not text")),
     "tools are a number": (chat(USER, ANSWER, tools=3), fails("`tools` must be a list")),
@@ -422,7 +422,7 @@ FILES = {
     "random bytes without NUL": (file("b.txt", bytes(range(1, 256)) * 40), fails(r"b\.txt")),
     "a PNG": (
         file("p.txt", b"\x89PNG\r\n\x1a\n" + bytes(99)),
-        fails("p.txt is no text but a PNG picture: convert it to text"),
+        fails("p.txt is no text but a PNG image: convert it to text"),
     ),
     "a ZIP": (
         file("z.txt", b"PK\x03\x04" + bytes(99)),

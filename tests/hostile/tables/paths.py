@@ -211,7 +211,7 @@ PATHS = {
     # folders
     "an empty folder": (folder_of(), fails("no readable text in the folder .*texts")),
     "a folder of empty files": (folder_of(holding("a.txt", "")), fails("no readable text")),
-    "a folder of pictures": (
+    "a folder of images": (
         folder_of(holding("a.png"), holding("b.jpg")),
         fails("no readable text"),
     ),

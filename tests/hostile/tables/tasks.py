@@ -625,11 +625,11 @@ DATA = {
     "strings without a chat template": (both(model(no_template), task("dpo")), works()),
     "images": (
         second("dpo", {**CHATS[0], "prompt": [{"role": "user", "content": [{"type": "image"}]}]}),
-        fails(":2.*it has pictures"),
+        fails(":2.*it has images"),
     ),
     "images beside the answers": (
         second("dpo", {**CHATS[0], "images": ["a.png"]}),
-        fails(":2.*it has pictures"),
+        fails(":2.*it has images"),
     ),
     **{
         f"{what}, {how}": (

@@ -42,7 +42,7 @@ def test_a_page_is_shown_whole_and_with_no_link_that_leads_nowhere(page: Path, c
         ("[lora.md](lora.md) and [adapters](lora.md#names)",
          "`longctx help lora` and adapters (`longctx help lora`)"),
         ("[words](README.md#words), [below](#below)", "words (`longctx help readme`), below"),
-        ("[a file](../longctx/train/cli.py) ![p](front.png)", "a file *(picture: p)*"),
+        ("[a file](../longctx/train/cli.py) ![p](front.png)", "a file *(image: p)*"),
         ("[`state.md`](https://host.example/x)", "`state.md` (https://host.example/x)"),
         ("`[0](x)`\n```\ny[1](lora.md)\n```\n", "`[0](x)`\n```\ny[1](lora.md)\n```\n"),
     ],

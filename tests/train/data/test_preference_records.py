@@ -199,7 +199,7 @@ REFUSED_PAIRS = {
     "an empty turn object": ({**T, "chosen": {}}, "turn 1 of `chosen` has the unknown role None"),
     "an unknown role": ({**T, "chosen": [{"role": "x", "content": ""}]}, "unknown role 'x'"),
     "content is a number": ({**T, "chosen": [{**A, "content": 3}]}, "needs a string as `content`"),
-    "an image": ({**T, "chosen": [{**A, "content": [{"type": "image"}]}]}, "it has pictures"),
+    "an image": ({**T, "chosen": [{**A, "content": [{"type": "image"}]}]}, "it has images"),
     "an empty chosen": ({**P, "chosen": " \n"}, "`chosen` is empty, so there is no answer: remove"),
     "an empty rejected": ({**T, "rejected": [{**B, "content": " "}]}, "`rejected` is empty"),
     "an empty whole": ({"chosen": "", "rejected": "b"}, "`chosen` is empty"),

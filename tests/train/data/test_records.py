@@ -83,7 +83,7 @@ ASSISTANT = {"role": "assistant", "content": "ho"}
         ({"messages": [{"role": ["user"], "content": "x"}]}, "unknown role"),
         ({"messages": [USER, {"role": "assistant"}]}, "needs a string as `content`, found nothing"),
         ({"messages": [{"role": "user", "content": 5}, ASSISTANT]}, "found a number"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "it has pictures"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "it has images"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, "unknown from 'alien'"),
         ({"conversations": [{"from": "human", "value": "x"}]}, "no assistant turn"),
         ({"messages": [USER, ASSISTANT], "tools": "{"}, "`tools` is not JSON"),

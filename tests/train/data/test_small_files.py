@@ -584,15 +584,15 @@ def test_max_samples_are_the_first_of_each_file(tmp_path):
     assert found == ["one", "x", "c"]
 
 
-def test_pictures_in_parquet_become_data_urls(tmp_path):
+def test_images_in_parquet_become_data_urls(tmp_path):
     """As datasets of the hub hold them: the bytes of each file, in a column of images."""
     path = tmp_path / "a.parquet"
     turns = [{"role": "user", "content": "<image>q"}, A]
-    Image.new("RGB", (2, 2)).save(picture := io.BytesIO(), "png")
+    Image.new("RGB", (2, 2)).save(image := io.BytesIO(), "png")
     images = Features({"messages": [{"role": V, "content": V}], "images": List(ImageColumn())})
-    held = {"messages": [turns], "images": [[{"bytes": picture.getvalue(), "path": None}]]}
+    held = {"messages": [turns], "images": [[{"bytes": image.getvalue(), "path": None}]]}
     Dataset.from_dict(held, images).to_parquet(path)
-    (document,) = read_documents(find_files([str(path)]), sees=True)
+    (document,) = read_documents(find_files([str(path)]), with_images=True)
     assert document.kind == "chat_with_pictures"
     assert document.content["pictures"][0].startswith("data:image;base64,iVBOR")
 

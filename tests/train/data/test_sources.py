@@ -25,7 +25,7 @@ def tree(tmp_path: Path) -> Path:
         "sub/c.py": b"x = 1",
         "sub/d.jsonl": b'{"text": "line"}',
         "sub/empty.py": b"",
-        "sub/picture.png": b"\x89PNG\0",
+        "sub/image.png": b"\x89PNG\0",
         "sub/settings.json": b"{}",
         ".git/e.txt": b"hidden",
         "__pycache__/f.py": b"cached",
@@ -201,7 +201,7 @@ FILES = {
     "xz-compressed: unpack it": lzma.compress(b"text"),
     "zstd-compressed: unpack it": b"\x28\xb5\x2f\xfd\x04\x00text",
     "a PDF: convert it": b"%PDF-1.7\n%\xb5\xb5\n1 0 obj",
-    "a PNG picture": b"\x89PNG\r\n\x1a\nIHDR",
+    "a PNG image": b"\x89PNG\r\n\x1a\nIHDR",
     "a Parquet file: rename it": b"PAR1\x15\x04\x15",
     **{f"a Python pickle(?#{n})": pickle.dumps({"a": [1, "b"]}, n) for n in (2, 3, 4, 5)},
 }

@@ -76,7 +76,7 @@ def test_a_users_turn_may_say_that_it_is_not_trained(keys):
         ({"content": [{"type": "thinking", "text": "hm"}]}, "a part that is not text"),
         (
             {"content": [{"type": "image", "text": "a cat"}]},
-            "a picture in a part, which is not read",
+            "an image in a part, which is not read",
         ),
         ({"reasoning_content": ["hm"]}, "`reasoning_content` must be a string, found a list"),
         ({"thinking": True}, "`thinking` must be a string, found a boolean"),

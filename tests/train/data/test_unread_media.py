@@ -14,8 +14,8 @@ from datasets import Audio, Dataset, Features, Image, Value, Video
 from small_tokenizer import small_tokenizer
 
 from longctx.errors import UserError
+from longctx.train.data.reading.image_sources import undecoded
 from longctx.train.data.reading.media import media_held, medium_named
-from longctx.train.data.reading.picture_sources import undecoded
 from longctx.train.data.reading.records import as_document
 from longctx.train.data.reading.sources import read_documents
 from longctx.train.data.rows import build_dataset
@@ -54,22 +54,22 @@ REFUSED = {
     "a title in a pair of turns": (TURNS | {"video": "Herons"}, "pairs", "has `video`"),
     "a title and a place": (TEXT | {"text": "<video> of", "video": "Herons"}, "text", "`video`"),
     "a place and no video": (asking("<video>What?") | {"videos": []}, "text", "and no video"),
-    "a place and null": (asking("<image>What?") | {"images": None}, "text", "and no picture"),
+    "a place and null": (asking("<image>What?") | {"images": None}, "text", "and no image"),
     "a place in a pair": (
         PAIR | {"prompt": "<|image_pad|>", "image": ""},
         "pairs",
-        "and no picture",
+        "and no image",
     ),
-    "a picture beside text": (TEXT | {"image": "a.png"}, "text", "it has pictures"),
-    "an imagefolder": (TEXT | {"file_name": "b/c.png"}, "text", "a picture in `file_name`"),
+    "an image beside text": (TEXT | {"image": "a.png"}, "text", "it has images"),
+    "an imagefolder": (TEXT | {"file_name": "b/c.png"}, "text", "an image in `file_name`"),
     "two names of it": (TEXT | {"mask_file_name": "c.png"}, "text", "in `mask_file_name`"),
-    "a struct": (TEXT | {"cover": {"bytes": PNG}}, "text", "a picture in `cover`"),
-    "its bytes": (TEXT | {"cover": PNG}, "text", "a picture in `cover`"),
+    "a struct": (TEXT | {"cover": {"bytes": PNG}}, "text", "an image in `cover`"),
+    "its bytes": (TEXT | {"cover": PNG}, "text", "an image in `cover`"),
     "a file that is there": (PAIR | {"clip": "a.mp4"}, "pairs", "a video in `clip`"),
     "the file itself": (TEXT | {"x": ["data:audio/wav;base64,AA=="]}, "text", "sound in `x`"),
     "deep inside": (TEXT | {"meta": {"media": [{"path": "a.wav"}]}}, "text", "sound in `meta`"),
     "a name and a place": (asking("<video>?") | {"clip": "no.mp4"}, "text", "a video in `clip`"),
-    "another picture": (CHAT | {"image": "b.png", "mask": "a.png"}, "text", "picture in `mask`"),
+    "another image": (CHAT | {"image": "b.png", "mask": "a.png"}, "text", "image in `mask`"),
     "a key of a turn": ({"messages": [{**Q, "images": ["a.png"]}, A]}, "text", "has `images`"),
     "a sound of a turn": ({"messages": [Q, {**A, "audio": {"id": "x"}}]}, "text", "has `audio`"),
     "a part of a video": (
@@ -85,18 +85,18 @@ REFUSED = {
 
 @pytest.mark.parametrize("sees", [False, True])
 @pytest.mark.parametrize("case", REFUSED)
-def test_media_that_nobody_reads_are_refused(case, sees, folder) -> None:
+def test_media_that_nobody_reads_are_refused(case, with_images, folder) -> None:
     record, rows, said = REFUSED[case]
     with pytest.raises(UserError) as error:
-        as_document(record, "f:1", rows=rows, folder=folder, sees=sees)
-    if case == "a picture beside text" and sees:
-        said = "pictures stand in conversations"
+        as_document(record, "f:1", rows=rows, folder=folder, with_images=with_images)
+    if case == "an image beside text" and with_images:
+        said = "images stand in conversations"
     assert str(error.value).startswith("f:1") and said in str(error.value)
 
 
 UNREAD = {
     "a title": (TEXT | {"video": "Herons, part 2"}, "text", ["video"]),
-    "pictures' titles": (TEXT | {"image": "A heron", "audio": "no"}, "text", ["image", "audio"]),
+    "images' titles": (TEXT | {"image": "A heron", "audio": "no"}, "text", ["image", "audio"]),
     "beside a pair of strings": (PAIR | {"video": "Herons"}, "pairs", ["video"]),
     "a page of videos": (TEXT | {"video": "https://e.org/watch?v=a.b"}, "text", ["video"]),
 }
@@ -124,11 +124,11 @@ def test_other_records_are_read_as_before(case, folder) -> None:
     assert document.unread == [] and document.kind in ("text", "chat")
 
 
-def test_a_second_name_of_a_picture_is_no_second_picture(folder) -> None:
+def test_a_second_name_of_a_image_is_no_second_image(folder) -> None:
     """As LLaVA's `id`, and a list of files beside parts."""
     for more in ({"image": "a.png"}, {"images": [{"path": "a.png"}]}):
         names = {"id": "a.png", "file_name": "a.png"}
-        document = as_document(CHAT | more | names, "f:1", folder=folder, sees=True)
+        document = as_document(CHAT | more | names, "f:1", folder=folder, with_images=True)
         assert len(document.content["pictures"]) == 1
 
 
@@ -161,12 +161,12 @@ def test_a_parquets_own_columns(kind, said, tmp_path) -> None:
     schema = Features({"text": Value("string"), name: kind()}).arrow_schema
     rows = pa.Table.from_pylist([{**TEXT, name: {"bytes": PNG, "path": "a"}}], schema=schema)
     pq.write_table(rows, tmp_path / "rows.parquet")
-    with pytest.raises(UserError, match=f"row 0.*{said or 'pictures'}"):
+    with pytest.raises(UserError, match=f"row 0.*{said or 'images'}"):
         [*read_documents([tmp_path / "rows.parquet"])]
     (record,) = undecoded(Dataset(rows))
     assert set(record[name]) == {"bytes", "path"}
     pq.write_table(pa.Table.from_pylist([{**TEXT, "page": {"bytes": PNG}}]), tmp_path / "b.parquet")
-    with pytest.raises(UserError, match="row 0 has a picture in `page`"):
+    with pytest.raises(UserError, match="row 0 has an image in `page`"):
         [*read_documents([tmp_path / "b.parquet"])]
 
 

@@ -175,7 +175,7 @@ def test_models_that_no_checkpoint_holds_are_compared(name: str, what: str) -> N
     assert not differences(define([], **same), now)
 
 
-def test_pictures_that_changed_are_named() -> None:
+def test_images_that_changed_are_named() -> None:
     """Of runs that both say which they had, unless other rows say more."""
     now = {"data": "x", "model": {}, "pictures": "b"}
     assert [*differences({**now, "pictures": "a"}, now)] == ["pictures"]

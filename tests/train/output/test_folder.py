@@ -21,7 +21,7 @@ from longctx.train.output.folder import (
     check_disk_space,
     check_output_dir,
     clear_output_dir,
-    keep_pictures,
+    keep_images,
     lock_folder,
 )
 from longctx.train.output.inputs import named_inputs
@@ -215,11 +215,11 @@ def test_what_a_folder_names_is_an_input_too(name, placed: Path) -> None:
     check_output_dir(Path("run"), args, None, named_inputs([str(given)]))
 
 
-def test_pictures_that_records_name_are_kept(placed: Path) -> None:
+def test_images_that_records_name_are_kept(placed: Path) -> None:
     for name in ("run/final/a.png", "run/checkpoint-2/deep/a.png"):
         with pytest.raises(UserError, match="would be deleted to make way for this run, which"):
-            keep_pictures(Path("run"), iter([placed / name]))
-    keep_pictures(Path("run"), iter([placed / "run/pictures/a.png", placed / "other/a.png"]))
+            keep_images(Path("run"), iter([placed / name]))
+    keep_images(Path("run"), iter([placed / "run/images/a.png", placed / "other/a.png"]))
 
 
 def test_disk_space_for_weights_and_adam_states(tmp_path: Path, monkeypatch) -> None:

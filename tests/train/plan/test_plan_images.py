@@ -42,7 +42,7 @@ def test_images_take_memory_in_every_phase_and_time_of_their_own() -> None:
     assert text.seconds.images == 0 < 0.4 < seen.seconds.images < 0.8
     assert [phase.name for phase in seen.phases] == ["images", *(p.name for p in text.phases)]
     for phase in seen.phases:
-        assert phase.buffers["what sees images"] == 2 * 576_388_336
+        assert phase.buffers["vision tower"] == 2 * 576_388_336
         assert phase.buffers["pixels"] == 2 * 128 * 784 * 1536
         assert phase.groups["images"] > phase.buffers["pixels"]
     assert all(not phase.groups["images"] for phase in text.phases)
@@ -68,7 +68,7 @@ def test_a_tower_that_trains_has_gradients_and_states() -> None:
     trained, run_trained = made(seq_len=8192, lora_r=None, train_vision=True)
     a = plan(frozen, with_images(run, frozen, 32), H100, HOST)
     b = plan(trained, with_images(run_trained, trained, 32), H100, HOST)
-    (block,) = (s for s in b.decision.specs if s.name == "what sees images")
+    (block,) = (s for s in b.decision.specs if s.name == "vision tower")
     sizes = block.sizes(accumulates=False)
     assert sizes.first and sizes.states == pytest.approx(10 * 576_388_336, rel=1e-3)
     names = [phase.name for phase in b.phases]
@@ -76,8 +76,8 @@ def test_a_tower_that_trains_has_gradients_and_states() -> None:
     at = {phase.name: phase.buffers["gradients"] for phase in b.phases}
     assert at["images' gradients"] - at["backward"] >= 2 * 576_388_336
     assert b.seconds.images > 3 * a.seconds.images
-    (block,) = (s for s in a.decision.specs if s.name == "what sees images")
-    assert block.sees and not block.trained
+    (block,) = (s for s in a.decision.specs if s.name == "vision tower")
+    assert block.tower and not block.trained
 
 
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
@@ -88,17 +88,17 @@ def test_a_frozen_tower_waits_on_the_host_where_memory_is_short(quantize: str) -
     run = with_images(run.having(gpu_memory_gib=7.2), subject, 128)
     found = plan(subject, run, H100, HOST)
     assert found.fits and found.images is not None and found.images.away
-    held = {phase.name: phase.buffers["what sees images"] for phase in found.phases}
+    held = {phase.name: phase.buffers["vision tower"] for phase in found.phases}
     assert held.pop("images") == 2 * 576_388_336 and {*held.values()} == {0}
     stays = plan(subject, run.having(place="gpu"), H100, HOST)
     assert not stays.fits and stays.images is not None and not stays.images.away
     sizes = [spec.sizes(accumulates=False) for spec in found.decision.specs]
-    seeing = next(i for i, size in enumerate(sizes) if size.sees)
+    of_towers = next(i for i, size in enumerate(sizes) if size.with_tower)
     traffic = found.decision.chosen.traffic
     for rising in (traffic.rising_first[0], traffic.rising[0]):
-        assert rising[seeing] - rising[seeing - 1] == sizes[seeing].weight
-    assert sizes[seeing].weight == pytest.approx(2 * 576_388_336, rel=1e-3)
-    assert found.seconds.waits > sizes[seeing].weight / H100.link_bytes
+        assert rising[of_towers] - rising[of_towers - 1] == sizes[of_towers].weight
+    assert sizes[of_towers].weight == pytest.approx(2 * 576_388_336, rel=1e-3)
+    assert found.seconds.waits > sizes[of_towers].weight / H100.link_bytes
 
 
 def test_all_of_it_waits_where_that_is_asked_for() -> None:
@@ -114,7 +114,7 @@ def test_all_of_it_waits_where_that_is_asked_for() -> None:
 def test_adapters_train_on_a_tower_as_in_a_run() -> None:
     subject, run = made(seq_len=8192, train_vision=True)
     found = plan(subject, with_images(run, subject, 32), H100, HOST)
-    (block,) = (s for s in found.decision.specs if s.name == "what sees images")
+    (block,) = (s for s in found.decision.specs if s.name == "vision tower")
     assert {p.shape[0] for name, p in block.parameters.items() if "lora_A" in name} == {16}
     assert all("lora" in name for name, p in block.parameters.items())
 
@@ -146,12 +146,12 @@ def test_json_and_text(capsys) -> None:
     main([*WORDS, *IMAGES])
     text = " ".join(capsys.readouterr().out.split())
     assert "128 of 448 x 448 in a row, 784 patches and 198 tokens each, 25344 tokens in all" in text
-    assert "what sees them is frozen" in text and ", images 0." in text
+    assert "the vision tower is frozen" in text and ", images 0." in text
     assert "images" not in result(capsys, "--seq_len", "8192")
     assert result(capsys, *IMAGES, "--place", "host")["images"]["tower_on_host"]
     main([*WORDS, *IMAGES, "--place", "host"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "what sees them is frozen and waits on the host while it does not run" in text
+    assert "the vision tower is frozen and waits on the host while it does not run" in text
 
 
 @pytest.mark.parametrize("place", ["gpu", "host"])

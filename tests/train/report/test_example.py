@@ -19,7 +19,7 @@ from longctx.train.data.pack.packing import Piece, build_row
 from longctx.train.data.pack.packing_groups import build_group_row
 from longctx.train.data.reading.groups import Group
 from longctx.train.report import example
-from longctx.train.report.example import numbered_pictures, show_example
+from longctx.train.report.example import numbered_images, show_example
 
 
 def row():
@@ -118,9 +118,9 @@ def test_the_flag_works_beside_an_earlier_run(tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "llava", "qwen3_vl"])
-def test_tokens_of_pictures_are_counted(kind, tmp_path: Path, capsys) -> None:
-    small = pytest.importorskip("small_pictures")
-    model = small.seeing_model(tmp_path / "model", kind)
+def test_tokens_of_images_are_counted(kind, tmp_path: Path, capsys) -> None:
+    small = pytest.importorskip("small_images")
+    model = small.image_model(tmp_path / "model", kind)
     file = small.write(tmp_path, [small.asked("red.png", "wide.png"), small.asked()])
     flags = ["--model_name_or_path", str(model), "--train_file", str(file), "--use_cpu"]
     flags += ["--cache_dir", str(tmp_path / "cache"), "--seq_len", "256", "--show_example"]
@@ -128,21 +128,21 @@ def test_tokens_of_pictures_are_counted(kind, tmp_path: Path, capsys) -> None:
     out = capsys.readouterr().out
     begin, tokens, end = {
         "gemma3": ("<start_of_image>", (4, 4), "<end_of_image>"),
-        "llava": ("", (16, 16), ""),  # nothing stands between its pictures
+        "llava": ("", (16, 16), ""),  # nothing stands between its images
         "qwen3_vl": ("<|vision_start|>", (6, 16), "<|vision_end|>"),
     }[kind]
-    places = [f"{begin}[picture, {count} tokens]{end}" for count in tokens]
+    places = [f"{begin}[image, {count} tokens]{end}" for count in tokens]
     lines = "".join(out.splitlines())
-    assert lines.index(places[0]) < lines.rindex(places[1]) and lines.count("[picture, ") == 2
+    assert lines.index(places[0]) < lines.rindex(places[1]) and lines.count("[image, ") == 2
     assert "What colour is it?" in out and out.count("«It is red.<|im_end|>»") == 2
     assert "_pad|>" not in out and "soft_token" not in out and "<image>" not in out
     assert not (tmp_path / "run").exists()
 
 
-def test_each_picture_of_a_row_has_its_number() -> None:
+def test_each_image_of_a_row_has_its_number() -> None:
     """Two side by side, one whose lines end with a token of their own, and text around them."""
 
-    class Pictures:
+    class ImageProcessor:
         def seen(self, ids: np.ndarray) -> np.ndarray:
             return ids == 9
 
@@ -153,6 +153,6 @@ def test_each_picture_of_a_row_has_its_number() -> None:
             return size[0]
 
     ids = [1, 9, 9, 9, 9, 9, 2, 9, 9, 8, 9, 9, 8, 0]
-    found = numbered_pictures(ids, Pictures(), [2, 3, 4])
+    found = numbered_images(ids, ImageProcessor(), [2, 3, 4])
     assert found.tolist() == [0, 1, 1, 2, 2, 2, 0, 3, 3, 3, 3, 3, 0, 0]
-    assert not numbered_pictures([1, 2, 0], Pictures(), []).any()
+    assert not numbered_images([1, 2, 0], ImageProcessor(), []).any()

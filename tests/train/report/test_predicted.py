@@ -318,10 +318,10 @@ def test_a_plan_of_another_run_is_refused(tmp_path, written, more, says) -> None
 
 def test_a_plan_of_fewer_images_than_a_row_has(tmp_path, monkeypatch, capsys) -> None:
     """It is run, and a line says so: only the data say how many there are."""
-    small = pytest.importorskip("small_pictures")
+    small = pytest.importorskip("small_images")
     monkeypatch.setattr(predicted, "DEVICE", "cpu")
     monkeypatch.setattr(predicted, "known_machine", lambda: MACHINES["h100"])
-    flags = ["--model_name_or_path", str(small.seeing_model(tmp_path / "model", "qwen3_vl"))]
+    flags = ["--model_name_or_path", str(small.image_model(tmp_path / "model", "qwen3_vl"))]
     flags += ["--train_file", str(small.write(tmp_path, small.about_colours(3)))]
     flags += ["--cache_dir", str(tmp_path / "cache"), "--seq_len", "256", "--dtype", "bfloat16"]
     flags += ["--use_cpu", "--max_steps", "1", "--disable_tqdm", "true"]

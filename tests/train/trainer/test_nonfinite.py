@@ -172,7 +172,7 @@ class BreaksAtMark(TrainerCallback):
         base.language_model.layers[1].register_forward_hook(hook)
 
 
-class BreaksSeeing(TrainerCallback):
+class BreaksTower(TrainerCallback):
     """Patches of images become infinite."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
@@ -181,9 +181,9 @@ class BreaksSeeing(TrainerCallback):
 
 
 @pytest.fixture
-def seeing_flags(tmp_path) -> list[str]:
-    small = pytest.importorskip("small_pictures")
-    model = small.seeing_model(tmp_path / "model", "qwen3_vl")
+def image_flags(tmp_path) -> list[str]:
+    small = pytest.importorskip("small_images")
+    model = small.image_model(tmp_path / "model", "qwen3_vl")
     records = [*small.about_colours(4), small.asked("red.png", "blue.png", answer=MARK)]
     flags = ["--model_name_or_path", str(model), "--seq_len", "160", "--use_cpu"]
     flags += ["--train_file", str(small.write(tmp_path, records)), "--dtype", "float32"]
@@ -191,13 +191,11 @@ def seeing_flags(tmp_path) -> list[str]:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_batch_with_pictures_names_its_documents(
-    rows, seeing_flags, monkeypatch, tmp_path
-) -> None:
+def test_a_batch_with_images_names_its_documents(rows, image_flags, monkeypatch, tmp_path) -> None:
     """Rows of such a batch cannot be run by themselves: those of two name all their documents."""
     add_callback(BreaksAtMark(), monkeypatch)
     with pytest.raises(UserError) as error:
-        run(seeing_flags, tmp_path / "run", "--per_device_train_batch_size", str(rows))
+        run(image_flags, tmp_path / "run", "--per_device_train_batch_size", str(rows))
     message = str(error.value)
     assert "first in the output of model.language_model.layers.1, " in message
     at = "at token " if rows == 1 else "in the row of "
@@ -205,10 +203,10 @@ def test_a_batch_with_pictures_names_its_documents(
     assert ("pictures.jsonl:2" in message) == (rows == 2)
 
 
-def test_what_sees_is_named_with_its_row(seeing_flags, monkeypatch, tmp_path) -> None:
-    add_callback(BreaksSeeing(), monkeypatch)
+def test_what_sees_is_named_with_its_row(image_flags, monkeypatch, tmp_path) -> None:
+    add_callback(BreaksTower(), monkeypatch)
     with pytest.raises(UserError) as error:
-        run(seeing_flags, tmp_path / "run", "--seq_len", "96")
+        run(image_flags, tmp_path / "run", "--seq_len", "96")
     assert "first in the output of model.visual.patch_embed, in the row of " in str(error.value)
 
 

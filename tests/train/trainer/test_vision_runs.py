@@ -25,7 +25,7 @@ from longctx.train.lora.adapters import adapter_bytes
 from longctx.train.lora.merge import main as merge
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan.predict import Subject
-from longctx.train.start.eyes import check_shared_rows
+from longctx.train.start.image_processor import check_shared_rows
 from longctx.train.start.loading import load_config, load_model, weights_bytes
 from longctx.train.start.options import check_towers
 from longctx.train.trainer import trainer as trainer_file
@@ -203,14 +203,14 @@ def test_a_plan_counts_the_text_model_alone(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("engine", "processes"), [(Plain(), 2), (DeepSpeed(), 1)])
-def test_what_sees_images_trains_in_one_process_without_an_engine(engine, processes) -> None:
-    seeing, args = vision_config("qwen3_vl"), ModelArguments(seq_len=64)
+def test_the_vision_tower_trains_in_one_process_without_an_engine(engine, processes) -> None:
+    of_towers, args = vision_config("qwen3_vl"), ModelArguments(seq_len=64)
     trains = replace(args, train_vision=True)
-    check_towers(args, seeing, engine, processes)
-    check_towers(trains, seeing.get_text_config(), engine, processes)
-    check_towers(trains, seeing, Plain(), 1)
+    check_towers(args, of_towers, engine, processes)
+    check_towers(trains, of_towers.get_text_config(), engine, processes)
+    check_towers(trains, of_towers, Plain(), 1)
     with pytest.raises(UserError, match="--train_vision is for one process without an engine"):
-        check_towers(trains, seeing, engine, processes)
+        check_towers(trains, of_towers, engine, processes)
 
 
 def test_a_model_that_sees_images_gives_no_rewards() -> None:
@@ -218,14 +218,14 @@ def test_a_model_that_sees_images_gives_no_rewards() -> None:
         as_reward_model(vision_config("gemma3"))
 
 
-def test_rows_with_pictures_that_processes_cannot_share(monkeypatch) -> None:
+def test_rows_with_images_that_processes_cannot_share(monkeypatch) -> None:
     def asked(ranks: int, kind: str, scores: bool) -> None:
         args = SimpleNamespace(sequence_parallel_size=ranks, task="dpo")
         check_shared_rows(args, SimpleNamespace(scores=scores), vision_config(kind))
 
     for ranks, kind, scores in ((1, "gemma3", True), (2, "qwen3_vl", False)):
         asked(ranks, kind, scores)
-    with pytest.raises(UserError, match="2 with rows whose prompts of --task dpo have pictures"):
+    with pytest.raises(UserError, match="2 with rows whose prompts of --task dpo have images"):
         asked(2, "qwen3_vl", True)
     with pytest.raises(UserError, match="images are seen both ways: leave it out"):
         asked(2, "gemma3", False)

@@ -47,7 +47,7 @@ class Asked:
     special_tokens: dict[str, Any] = field(default_factory=dict)
     tokens: EndTokens = EndTokens()
     parts: bool = False
-    """Whether the template gets contents as lists of text and places of pictures (places.py)."""
+    """Whether the template gets contents as lists of text and places of images (places.py)."""
     where: str
 
     @property

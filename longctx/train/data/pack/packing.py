@@ -1,7 +1,7 @@
 """Documents into rows of `seq_len` tokens, without cutting a document that fits.
 
 A document longer than a row is cut into pieces that are documents of their own, or keeps its first
-or its last seq_len tokens (--long_documents). One with pictures is never cut: it is refused, or
+or its last seq_len tokens (--long_documents). One with images is never cut: it is refused, or
 left out where others are truncated. A piece goes into the open row with the least room
 that still holds it (best fit, online). Full rows leave at once; the fullest leaves early when a
 piece fits nowhere and all open rows are taken. What stays free is padding, marked as one last
@@ -53,10 +53,10 @@ class Piece:
     trained: np.ndarray  # (n,) bool; the first is False
     record: int = -1
     """Which record of the data it comes from, so that a bad row can name its documents."""
-    pictures: int = 0
-    """Pictures among its tokens; such a document is never cut."""
+    images: int = 0
+    """Images among its tokens; such a document is never cut."""
     pixels: int = 0
-    """63 bits that tell its pictures from others; 0 if it has none."""
+    """63 bits that tell its images from others; 0 if it has none."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -77,10 +77,10 @@ class PackingStats:
     largest_token_id: int = -1
     one_document: bool = False
     """Whether rows are not packed: each has one piece."""
-    pictures: int = 0
-    """Pictures in the pieces."""
+    images: int = 0
+    """Images in the pieces."""
     too_long: list[str] = field(default_factory=list)
-    """The names of documents with pictures that were left out, since they are longer than a row."""
+    """The names of documents with images that were left out, since they are longer than a row."""
 
     def summary(self, seq_len: int, use: str = "trained") -> str:
         """The line that a run prints; `use` says what becomes of the tokens that count."""
@@ -94,13 +94,11 @@ class PackingStats:
         if self.too_long:
             count = many(len(self.too_long), "document")
             names = left_out(self.too_long)
-            parts.append(f"{count} with pictures left out as too long: {names}")
+            parts.append(f"{count} with images left out as too long: {names}")
         parts.append(f"{self.padding_tokens:,} padding = {share:.1%}")
-        pictures = (
-            f", those of {many(self.pictures, 'picture')} among them" if self.pictures else ""
-        )
+        images = f", those of {many(self.images, 'image')} among them" if self.images else ""
         return (
-            f"{many(self.documents, 'document')}, {many(self.tokens, 'token')}{pictures} -> "
+            f"{many(self.documents, 'document')}, {many(self.tokens, 'token')}{images} -> "
             f"{many(self.rows, 'row')} of {length} ({', '.join(parts)}); "
             f"{self.trained_tokens:,} are {use}"
         )
@@ -117,7 +115,7 @@ def check_trainable(stats: PackingStats, name: str) -> None:
     if stats.too_long and not stats.rows:
         raise UserError(
             f"nothing to train on in {name}: {many(len(stats.too_long), 'document')} with "
-            "pictures, too long for --seq_len: raise it, or lower --image_pixels"
+            "images, too long for --seq_len: raise it, or lower --image_pixels"
         )
     if stats.documents == 0:
         raise UserError(f"no readable text in {name}: everything in it is blank")
@@ -142,8 +140,8 @@ def pack(
     """Yields rows {input_ids, labels, position_ids}, each (seq_len,) int32, and {documents}, one
     record number a piece; counts in `stats`, which say whether a row has one piece alone. With
     `own_lengths` rows have no padding, and seq_len is the most that they have. `where` names a
-    record. Raises UserError for a document with pictures that would have to be split."""
-    whole = _with_whole_pictures(documents, seq_len, long_documents, stats, where)
+    record. Raises UserError for a document with images that would have to be split."""
+    whole = _with_whole_images(documents, seq_len, long_documents, stats, where)
     cut = _cut(whole, seq_len, long_documents, stats)
     alone = ([piece] for piece in cut)
     for pieces in alone if stats.one_document else best_fit(cut, seq_len, open_rows):
@@ -188,7 +186,7 @@ def lengthened(row: Mapping[str, Any], tokens: int) -> dict[str, np.ndarray]:
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-def _with_whole_pictures(
+def _with_whole_images(
     documents: Iterable[Piece],
     seq_len: int,
     long_documents: LongDocuments,
@@ -196,18 +194,18 @@ def _with_whole_pictures(
     where: Callable[[int], str],
 ) -> Iterator[Piece]:
     for document in documents:
-        if document.pictures and len(document) > seq_len:
+        if document.images and len(document) > seq_len:
             name = where(document.record)
             if long_documents == "split":
                 raise UserError(
                     f"{name} has {len(document):,} tokens with "
-                    f"{many(document.pictures, 'picture')}, and is never split: raise --seq_len "
+                    f"{many(document.images, 'image')}, and is never split: raise --seq_len "
                     f"({seq_len}), lower --image_pixels, or leave such documents out with "
                     "--long_documents truncate"
                 )
             stats.too_long.append(name)
             continue
-        stats.pictures += document.pictures
+        stats.images += document.images
         yield document
 
 

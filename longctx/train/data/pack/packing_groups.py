@@ -19,7 +19,7 @@ A group that is longer than a row is handled as --long_documents says:
 
     split            refused, because half a group compares nothing
     truncate         all answers keep at most L tokens, the largest L with which the group fits
-    truncate_start   the prompt loses its beginning; one with pictures is left out instead
+    truncate_start   the prompt loses its beginning; one with images is left out instead
 
 For KTO each answer gets a mismatched one beside it: the answers of the next record in the shuffled
 order, the last record those of the first. TRL gives each example the answer before it, cyclically
@@ -78,10 +78,10 @@ class GroupStats:
     """Groups left out because their two answers are the same tokens."""
     too_long: int = 0
     """Groups left out because cutting cannot make them fit."""
-    pictures: int = 0
-    """Pictures in the groups that were packed."""
+    images: int = 0
+    """Images in the groups that were packed."""
     uncut: list[str] = field(default_factory=list)
-    """The names of the groups with pictures among those that are too long."""
+    """The names of the groups with images among those that are too long."""
     truncated: int = 0
     truncated_tokens: int = 0
     diverged: int = 0
@@ -106,12 +106,12 @@ class GroupStats:
             names = left_out(self.uncut)
             parts.append(
                 f"left out: {self.too_long:,} too long"
-                + (f", {len(self.uncut):,} with pictures: {names}" if names else "")
+                + (f", {len(self.uncut):,} with images: {names}" if names else "")
             )
         parts.append(f"{self.padding_tokens:,} padding = {padding:.1%}")
-        pictures = f" and {many(self.pictures, 'picture')}" if self.pictures else ""
+        images = f" and {many(self.images, 'image')}" if self.images else ""
         return (
-            f"{what}, {many(self.tokens, 'token')}{pictures} ({self.separate_tokens:,} without "
+            f"{what}, {many(self.tokens, 'token')}{images} ({self.separate_tokens:,} without "
             f"sharing prompts, {saved:.1%} saved) -> {many(self.rows, 'row')} of {seq_len:,} "
             f"({'; '.join(parts)}); {self.answer_tokens:,} are of answers"
         )
@@ -267,7 +267,7 @@ def _fitting(
             cut = cut_group(group, seq_len, long_documents)
             if cut is None:
                 stats.too_long += 1
-                if group.pictures:
+                if group.images:
                     stats.uncut.append(where(group.record))
                 continue
             if _has_equal_answers(cut):  # they differed in what was cut
@@ -283,15 +283,15 @@ def _fitting(
         stats.separate_tokens += group.separate_tokens
         stats.answer_tokens += len(group) - len(group.prompt)
         stats.diverged += group.dropped > 0
-        stats.pictures += group.pictures
+        stats.images += group.images
         yield group
 
 
 def cut_group(group: Group, seq_len: int, long_documents: LongDocuments) -> Group | None:
     """The group in seq_len tokens; None where a prompt that keeps its tokens leaves no room for the
-    answers, or answers that keep theirs none for the prompt, or a prompt with pictures less."""
+    answers, or answers that keep theirs none for the prompt, or a prompt with images less."""
     if long_documents == "truncate_start":
-        if group.pictures:
+        if group.images:
             return None
         room = seq_len - (len(group) - len(group.prompt))
         return replace(group, prompt=group.prompt[-room:]) if room >= 1 else None
@@ -312,7 +312,7 @@ def _longest_answer(lengths: list[int], room: int) -> int:
 def _too_long(groups: list[Group], seq_len: int, where: Callable[[int], str]) -> UserError:
     longest = max(groups, key=len)
     others = f" ({len(groups) - 1:,} others are too long as well)" if len(groups) > 1 else ""
-    smaller = ", lower --image_pixels" if longest.pictures else ""
+    smaller = ", lower --image_pixels" if longest.images else ""
     return UserError(
         f"{where(longest.record)}: prompt and answers take {len(longest):,} tokens, more than "
         f"--seq_len {seq_len:,}{others}: raise --seq_len{smaller}, or cut the answers' ends with "

@@ -33,8 +33,8 @@ TASKS: dict[str, str] = {
     "rated": "--task kto",
 }
 """The task that a message proposes for rows of a kind; others read the same records."""
-SEEN_BY = "--task sft, dpo, orpo, cpo, simpo and kto"
-"""The tasks whose records may have pictures (train/tasks/protocol.py, `sees`)."""
+IMAGE_TASKS = "--task sft, dpo, orpo, cpo, simpo and kto"
+"""The tasks whose records may have images (train/tasks/protocol.py, `with_images`)."""
 READERS = {"pairs": "a task of pairs", "rated": "--task kto"}
 """Who reads rows of a kind, whichever task a run has."""
 
@@ -55,8 +55,8 @@ class Group:
     dropped: int = 0
     """Tokens at the prompt's end that the chat template renders for the prompt alone and not before
     an answer."""
-    pictures: int = 0
-    """Pictures in the prompt, which is never cut then."""
+    images: int = 0
+    """Images in the prompt, which is never cut then."""
     pixels: int = 0
     """63 bits that tell them from others; 0 if there are none."""
 
@@ -79,13 +79,13 @@ GROUP_TOKEN_FEATURES = Features(
     }
 )
 """The columns in which tokenised groups are kept on disk, 4 bytes a token."""
-SEEN = {"pictures": Value("int32"), "pixels": Value("int64")}
-"""The columns of tokens for a model that sees pictures: how many, and their hash."""
-GROUP_SEEN_FEATURES = Features({**GROUP_TOKEN_FEATURES, **SEEN})
+IMAGE_COUNTS = {"pictures": Value("int32"), "pixels": Value("int64")}
+"""The columns of tokens for a model that sees images: how many, and their hash."""
+GROUP_IMAGE_FEATURES = Features({**GROUP_TOKEN_FEATURES, **IMAGE_COUNTS})
 
 
 def columns_of(group: Group) -> dict[str, Any]:
-    """A row of GROUP_SEEN_FEATURES."""
+    """A row of GROUP_IMAGE_FEATURES."""
     parts = [group.prompt, *group.answers]
     return {
         "input_ids": np.concatenate(parts).astype(np.int32, copy=False),
@@ -93,7 +93,7 @@ def columns_of(group: Group) -> dict[str, Any]:
         "sides": np.array(group.sides, np.int32),
         "margin": np.float32(np.nan if group.margin is None else group.margin),
         "dropped": group.dropped,
-        "pictures": group.pictures,
+        "pictures": group.images,
         "pixels": group.pixels,
     }
 
@@ -105,7 +105,7 @@ def group_of(
     margin: float | None,
     dropped: int,
     record: int,
-    pictures: int = 0,
+    images: int = 0,
     pixels: int = 0,
 ) -> Group:
     """The group that `columns_of` wrote."""
@@ -117,6 +117,6 @@ def group_of(
         record,
         None if margin is None or np.isnan(margin) else float(margin),
         int(dropped),
-        pictures,
+        images,
         pixels,
     )

@@ -1,4 +1,4 @@
-"""What a picture, a video and a sound look like in a record: by name, by value, and in a text.
+"""What an image, a video and a sound look like in a record: by name, by value, and in a text.
 
     "clip.mp4", "https://.../clip.mp4?t=3"          a file's name, in a column of a medium's name
     "data:audio/wav;base64,..."                     a file itself, in a column of any name
@@ -7,7 +7,7 @@
     "a.png" beside the data, b"\\x89PNG..."          a file that is there, and the bytes of one
     "iVBORw0KGgo...", "{'bytes': b'...'}"           bytes in base64, or as Python prints them
 
-unread_media.py says what becomes of columns with media, places.py reads those with pictures.
+unread_media.py says what becomes of columns with media, places.py reads those with images.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, Literal
 from longctx.train.data.reading.kinds import IMAGE_SUFFIXES
 
 Medium = Literal["image", "video", "audio"]
-PICTURES = ("images", "image")
-"""The columns of pictures that are read."""
+IMAGE_COLUMNS = ("images", "image")
+"""The columns of images that are read."""
 COLUMNS: dict[str, Medium] = {
     "images": "image",
     "image": "image",
@@ -47,10 +47,10 @@ PARTS: dict[str, Medium] = {
 """The type of a part of a turn, or a key of one without a type -> its medium."""
 CURES: dict[Medium, str] = {
     "image": "write a conversation with its file in `images`, or leave it out",
-    "video": "give frames of it as pictures, or leave the video out",
+    "video": "give frames of it as images, or leave the video out",
     "audio": "leave the sound out, or give its words as text",
 }
-NOUNS: dict[Medium, str] = {"image": "picture", "video": "video", "audio": "sound"}
+NOUNS: dict[Medium, str] = {"image": "image", "video": "video", "audio": "sound"}
 FILE_NAME = re.compile(r"(.+_)?file_names?")
 """The columns in which an imagefolder's metadata names files."""
 _SUFFIXES: dict[str, Medium] = {

@@ -1,5 +1,5 @@
-"""Reads conversations with pictures, in the forms in which TRL, LLaVA, LLaMA-Factory and OpenAI
-write where a picture stands.
+"""Reads conversations with images, in the forms in which TRL, LLaVA, LLaMA-Factory and OpenAI
+write where an image stands.
 
     {"messages": [{"role": "user", "content": [{"type": "image", "image": "heron.jpg"},
                                                {"type": "text", "text": "What is this?"}]}, ...]}
@@ -9,10 +9,10 @@ write where a picture stands.
     {"conversations": [{"from": "human", "value": "<image>\\nWhat is this?"}, ...],
      "image": "heron.jpg"}                                                 LLaVA, LLaMA-Factory
 
-All become turns with a mark in their text at each place, and one list of pictures in the order of
-the places; `in_parts` makes lists of text and places of such messages. Without a place pictures
-stand before the first question, as TRL has them. pictured.py reads the marked records. A picture is
-shown as the processor has it: a part that asks for a size of its own is refused.
+All become turns with a mark in their text at each place, and one list of images in the order of
+the places; `in_parts` makes lists of text and places of such messages. Without a place images
+stand before the first question, as TRL has them. image_records.py reads the marked records. An
+image is shown as the processor has it: a part that asks for a size of its own is refused.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from longctx.errors import UserError, many
-from longctx.train.data.reading.media import PICTURES, part_medium
+from longctx.train.data.reading.media import IMAGE_COLUMNS, part_medium
 from longctx.train.data.reading.turns import TURNS
 
 MARK = "\x00image\x00"
 WRITTEN = "<image>"
-"""The text by which LLaVA and LLaMA-Factory mark where a picture stands. It is read so only in a
-record that has a column of pictures."""
+"""The text by which LLaVA and LLaMA-Factory mark where an image stands. It is read so only in a
+record that has a column of images."""
 _SOURCES = ("image", "image_url", "path", "url", "base64")
 _OWN_SIZE = re.compile(r"pixels|resize|resolution|crop|detail|(^|_)size$|_edge$|tiles|patches")
-"""Keys that ask for a picture in a size of its own: `resized_height`, `max_pixels`, `detail`."""
+"""Keys that ask for an image in a size of its own: `resized_height`, `max_pixels`, `detail`."""
 _AS_IT_IS = {"detail": ("auto",)}
 """Values of such keys that ask for what is done anyway."""
 
 
-def has_pictures(record: Mapping[str, Any]) -> bool:
-    """Whether a record names pictures, in a column or in parts of its turns."""
-    if any(record.get(name) for name in PICTURES):
+def has_images(record: Mapping[str, Any]) -> bool:
+    """Whether a record names images, in a column or in parts of its turns."""
+    if any(record.get(name) for name in IMAGE_COLUMNS):
         return True
     turns = [turn for name in TURNS for turn in _as_list(record.get(name))]
     turns = [turn for turn in turns if isinstance(turn, Mapping)]
     contents = (turn.get(name) for turn in turns for name in ("content", "value"))
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(isinstance(part, Mapping) and _is_picture(part) for part in parts)
+    return any(isinstance(part, Mapping) and _is_image(part) for part in parts)
 
 
 def in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,22 +54,22 @@ def in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def column_of(record: Mapping[str, Any], where: str) -> list[Any] | None:
-    """Returns a record's column of pictures; None if it has none. Raises UserError starting with
-    `where` for two of them, and for a picture that asks for a size of its own."""
-    given = [name for name in PICTURES if record.get(name) is not None]
+    """Returns a record's column of images; None if it has none. Raises UserError starting with
+    `where` for two of them, and for an image that asks for a size of its own."""
+    given = [name for name in IMAGE_COLUMNS if record.get(name) is not None]
     if len(given) > 1:
         raise UserError(f"{where} has `images` and `image`: leave one out")
     if not given:
         return None
     found = record[given[0]]
     found = found if isinstance(found, list) else [found]
-    for picture in found:
-        _check_size(picture, f"{where}: `{given[0]}`")
+    for image in found:
+        _check_size(image, f"{where}: `{given[0]}`")
     return found
 
 
 def marked_turns(turns: Any, key: str, has_column: bool, where: str) -> tuple[Any, list[Any]]:
-    """Returns the turns with a mark for each picture, and the pictures that parts name. Raises
+    """Returns the turns with a mark for each image, and the images that parts name. Raises
     UserError starting with `where` for a mark in a text, and for videos and sounds."""
     if not isinstance(turns, list):
         return turns, []  # which read_turns refuses
@@ -91,10 +91,10 @@ def marked_turns(turns: Any, key: str, has_column: bool, where: str) -> tuple[An
 
 
 def marked_text(text: str, has_column: bool, at: str) -> str:
-    """Returns a text with MARK where it has WRITTEN, beside a column of pictures. Raises UserError
+    """Returns a text with MARK where it has WRITTEN, beside a column of images. Raises UserError
     starting with `at` for a MARK of its own."""
     if MARK in text:
-        raise UserError(f"{at} has {MARK!r} in its text, which stands for a picture here")
+        raise UserError(f"{at} has {MARK!r} in its text, which stands for an image here")
     return text.replace(WRITTEN, MARK) if has_column else text
 
 
@@ -103,12 +103,12 @@ def _part(part: Any, own: list[Any], has_column: bool, at: str) -> Any:
         return marked_text(part, has_column, at)
     if not isinstance(part, Mapping):
         return part
-    if _is_picture(part):
+    if _is_image(part):
         found = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
         for asked in (part, found):
             _check_size(asked, at)
         if part.get("text"):
-            raise UserError(f"{at} has a part with a picture and `text`: write a part of each")
+            raise UserError(f"{at} has a part with an image and `text`: write a part of each")
         if found is not None:
             own.append(_whole(found, part))
         return MARK
@@ -117,18 +117,18 @@ def _part(part: Any, own: list[Any], has_column: bool, at: str) -> Any:
     return part
 
 
-def _is_picture(part: Mapping[str, Any]) -> bool:
+def _is_image(part: Mapping[str, Any]) -> bool:
     untyped = part.get("type") is None and isinstance(part.get("text"), str)
     return part_medium(part) == "image" and not untyped
 
 
-def _check_size(picture: Any, at: str) -> None:
-    for key, value in picture.items() if isinstance(picture, Mapping) else ():
+def _check_size(image: Any, at: str) -> None:
+    for key, value in image.items() if isinstance(image, Mapping) else ():
         if value is None or value in _AS_IT_IS.get(key, ()):
             continue
         if isinstance(key, str) and _OWN_SIZE.search(key):
             raise UserError(
-                f"{at} has a picture with `{key}`, which is not read: write the picture in that "
+                f"{at} has an image with `{key}`, which is not read: write the image in that "
                 "size, or limit all of them with --image_pixels"
             )
 
@@ -137,28 +137,28 @@ def _whole(found: Any, part: Mapping[str, Any]) -> Any:
     return f"data:image;base64,{found}" if found is part.get("base64") else found
 
 
-def pictures_of_places(
+def images_of_places(
     messages: list[dict[str, Any]], own: list[Any], column: list[Any] | None, where: str
 ) -> list[Any]:
-    """Returns the pictures of marked messages in their order, those of parts or of the column. If
+    """Returns the images of marked messages in their order, those of parts or of the column. If
     nobody says where they stand, the first question gets their marks. Raises UserError starting
-    with `where` if there are not as many places as pictures."""
+    with `where` if there are not as many places as images."""
     places = sum(message["content"].count(MARK) for message in messages)
     if own and column:
-        raise UserError(f"{where} has pictures in turns and in a column: leave one out")
-    pictures = own or column or []
-    if len(pictures) != places and (places or not column):
+        raise UserError(f"{where} has images in turns and in a column: leave one out")
+    images = own or column or []
+    if len(images) != places and (places or not column):
         written = "image parts" if own else f"image parts or {WRITTEN}"
-        raise UserError(f"{where} has {places} {written} and {many(len(pictures), 'picture')}")
-    if len(pictures) > places:  # a column, and nobody says where
-        _before_first_question(messages, len(pictures), where)
-    return pictures
+        raise UserError(f"{where} has {places} {written} and {many(len(images), 'image')}")
+    if len(images) > places:  # a column, and nobody says where
+        _before_first_question(messages, len(images), where)
+    return images
 
 
 def _before_first_question(messages: list[dict[str, Any]], count: int, where: str) -> None:
     question = next((message for message in messages if message["role"] == "user"), None)
     if question is None:
-        raise UserError(f"{where} has pictures and no turn of a user, before which they stand")
+        raise UserError(f"{where} has images and no turn of a user, before which they stand")
     question["content"] = MARK * count + question["content"]
 
 

@@ -1,9 +1,9 @@
 """What a record means: a JSONL object or a dataset's row becomes a checked document.
 
 texts.py reads records whose text is trained, preferences.py those of preferences, for the tasks
-that ask for them, pictured.py both where they show pictures, and turns.py the turns of all. A key
-that changes what other tools train is honoured or refused (fields.py), and so is a column of media
-(unread_media.py).
+that ask for them, image_records.py both where they show images, and turns.py the turns of all. A
+key that changes what other tools train is honoured or refused (fields.py), and so is a column of
+media (unread_media.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from longctx.errors import UserError
 from longctx.train.data.reading.fields import ALWAYS, check_choices
-from longctx.train.data.reading.groups import READERS, SEEN_BY, TASKS, Rows
-from longctx.train.data.reading.picture_sources import named_source
-from longctx.train.data.reading.pictured import read_pictured
-from longctx.train.data.reading.places import has_pictures
+from longctx.train.data.reading.groups import IMAGE_TASKS, READERS, TASKS, Rows
+from longctx.train.data.reading.image_records import read_with_images
+from longctx.train.data.reading.image_sources import named_source
+from longctx.train.data.reading.places import has_images
 from longctx.train.data.reading.preferences import PAIRS, RATED, is_pair, is_rated, read_group
 from longctx.train.data.reading.texts import read_text
 from longctx.train.data.reading.turns import TURNS, listed_turns
@@ -41,7 +41,7 @@ Kind = Literal[
     "chat_answers",
     "answers_with_pictures",
 ]
-WITH_PICTURES: tuple[Kind, ...] = ("chat_with_pictures", "answers_with_pictures")
+WITH_IMAGES: tuple[Kind, ...] = ("chat_with_pictures", "answers_with_pictures")
 CHATS = ("chat", "chat_with_pictures", "instruction")
 """Kinds of documents whose assistant turns are trained, through the chat template."""
 CHAT_ANSWERS = ("chat_answers", "answers_with_pictures")
@@ -57,8 +57,8 @@ class Document:
     content: Any
     """text: str; completion: [prompt, completion]; chat: {"messages": [...]} and, where given,
     tools, documents, kwargs (of the template) and untrained (numbers of assistant turns), and
-    pictures, a file's path, a data URL or what a dataset holds for each mark in the turns' texts;
-    of groups: what preferences.py says, and pictures as a chat has them"""
+    images, a file's path, a data URL or what a dataset holds for each mark in the turns' texts;
+    of groups: what preferences.py says, and images as a chat has them"""
     where: str
     replaced_bytes: int = 0
     """Undecodable bytes that became U+FFFD."""
@@ -73,10 +73,10 @@ def as_document(
     rows: Rows = "text",
     folder: Path | None = None,
     *,
-    sees: bool = False,
+    with_images: bool = False,
 ) -> Document | None:
     """Checks a record (a JSONL object or a dataset's row); None when it holds only blanks.
-    `folder` is where its paths begin (None: it has none), and the model `sees` its pictures or not.
+    `folder` is where its paths begin (None: it has none); `with_images` it may name images.
 
     Raises UserError starting with `where` for anything that is not one of the formats that rows of
     this kind are made of.
@@ -90,8 +90,8 @@ def as_document(
     unread = unread_media({**record, **given}, where, folder)
     given = {key: value for key, value in given.items() if key not in unread}
     read: tuple[Kind, Any] | None
-    if has_pictures(given):
-        read = _with_pictures(given, where, rows, folder if sees else None)
+    if has_images(given):
+        read = _with_images(given, where, rows, folder if with_images else None)
     else:
         read = read_text(given, where) if rows == "text" else read_group(given, rows, where)
     if read is None:
@@ -126,22 +126,22 @@ def _read_by(given: Mapping[str, Any], rows: Rows) -> str:
     return ""
 
 
-def _with_pictures(
+def _with_images(
     given: Mapping[str, Any], where: str, rows: Rows, folder: Path | None
 ) -> tuple[Kind, Any] | None:
     if folder is None:
         raise UserError(
-            f"{where}: it has pictures, which {SEEN_BY} of a vision-language model read, without "
+            f"{where}: it has images, which {IMAGE_TASKS} of a vision-language model read, without "
             "--streaming: elsewhere leave them out of the record"
         )
-    found = read_pictured(given, rows, where)
+    found = read_with_images(given, rows, where)
     if found is None:
         return None
-    content, pictures = found
+    content, images = found
     name: Kind = "chat_with_pictures" if rows == "text" else "answers_with_pictures"
-    return name, content | _named(pictures, folder, where)
+    return name, content | _named(images, folder, where)
 
 
-def _named(pictures: Sequence[Any], folder: Path, where: str) -> dict[str, Any]:
-    numbered = enumerate(pictures, 1)
-    return {"pictures": [named_source(x, folder, f"{where}: picture {n}") for n, x in numbered]}
+def _named(images: Sequence[Any], folder: Path, where: str) -> dict[str, Any]:
+    numbered = enumerate(images, 1)
+    return {"pictures": [named_source(x, folder, f"{where}: image {n}") for n, x in numbered]}

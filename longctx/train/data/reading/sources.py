@@ -39,12 +39,12 @@ def read_documents(
     allow_undecodable: bool = False,
     rows: Rows = "text",
     max_samples: int | None = None,
-    sees: bool = False,
+    with_images: bool = False,
 ) -> Iterator[Document]:
     """The documents of files of text and of records, in order; blank ones are left out. They say
     where they are from in printable words: a name may be bytes that are no text, or hold terminal
     codes. Of each file of records, and of all text files together, `max_samples` are read. Where
-    the model `sees`, records may name pictures in the folder of their file.
+    `with_images`, records may name images in the folder of their file.
 
     Raises UserError for a file of which more than UNDECODABLE_SHARE is not text, and for plain text
     where `rows` are made of records.
@@ -60,7 +60,7 @@ def read_documents(
             )
         try:
             if of_records:
-                share = yield from _read_records(path, rows, most, sees=sees)
+                share = yield from _read_records(path, rows, most, with_images=with_images)
             elif texts < most:
                 share = yield from _read_text(path)
                 texts += 1
@@ -94,12 +94,12 @@ def _read_text(path: Path) -> Reading:
     return replaced / size_bytes
 
 
-def _read_records(path: Path, rows: Rows, most: int, *, sees: bool) -> Reading:
+def _read_records(path: Path, rows: Rows, most: int, *, with_images: bool) -> Reading:
     text, folder = Text(path), path.absolute().parent
     count = 0
     for found in _values(text):
         document = as_document(
-            found.value, found.where, found.replaced_bytes, rows, folder, sees=sees
+            found.value, found.where, found.replaced_bytes, rows, folder, with_images=with_images
         )
         if document is not None:
             yield document

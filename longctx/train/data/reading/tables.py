@@ -26,11 +26,11 @@ import pyarrow.parquet as pq
 from datasets import Dataset
 
 from longctx.errors import UserError, many, one_line, printable
+from longctx.train.data.reading.image_sources import DATA_URL, undecoded
 from longctx.train.data.reading.json_values import Found, has_form
 from longctx.train.data.reading.kinds import record_suffix
-from longctx.train.data.reading.media import PICTURES
+from longctx.train.data.reading.media import IMAGE_COLUMNS
 from longctx.train.data.reading.opened import Text, check_growth
-from longctx.train.data.reading.picture_sources import DATA_URL, undecoded
 from longctx.train.data.reading.turns import TURNS
 from longctx.train.data.reading.values import read_row
 
@@ -115,7 +115,7 @@ def read_columns(path: Path) -> Iterator[Found]:
                     types = records.features  # a copy, which takes longer than a short row
                     for row in records:
                         where = printable(f"{path} row {number}")
-                        yield Found(where, _named_pictures(read_row(row, types)))
+                        yield Found(where, _named_images(read_row(row, types)))
                         number += 1
     except (pa.ArrowException, ValueError, TypeError, NotImplementedError, OSError) as error:
         if isinstance(error, OSError) and error.errno:
@@ -214,10 +214,10 @@ def _turns_or_text(cell: str) -> Any:
     return turns if named else cell
 
 
-def _named_pictures(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with a data URL for each picture whose bytes it holds."""
+def _named_images(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with a data URL for each image whose bytes it holds."""
     return {
-        key: _without_bytes(value) if key in (*PICTURES, *TURNS) else value
+        key: _without_bytes(value) if key in (*IMAGE_COLUMNS, *TURNS) else value
         for key, value in record.items()
     }
 

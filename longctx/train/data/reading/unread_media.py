@@ -1,14 +1,14 @@
 """Columns of media: each is read, refused, or said to be left out. None is dropped in silence,
-since the place of a picture that nobody reads would be trained as a word.
+since the place of an image that nobody reads would be trained as a word.
 
     {"videos": ["clip.mp4"], ...}                    its value is a file of a medium
     {"video": "a title", "text": "<video> ..."}      the text has the medium's place
     {"video": "a title", "messages": [...]}          the record is a conversation
     {"file_name": "a.png", "text": "..."}            metadata of an imagefolder
-    {"images": null, "prompt": "<image> ...", ...}   a place and no picture
+    {"images": null, "prompt": "<image> ...", ...}   a place and no image
     {"video": "a title", "text": "..."}              no medium: not read, which one line says
 
-All but the last are media: pictures in `images` or `image` go on to be read, others are refused.
+All but the last are media: images in `images` or `image` go on to be read, others are refused.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from longctx.train.data.reading.media import (
     COLUMNS,
     CURES,
     FILE_NAME,
+    IMAGE_COLUMNS,
     NOUNS,
-    PICTURES,
     Medium,
     media_held,
     medium_named,
@@ -61,7 +61,7 @@ def unread_media(record: Mapping[str, Any], where: str, folder: Path | None) -> 
                 )
         elif not (chat or place or medium_named(value)):
             unread.append(name)
-        elif name not in PICTURES:
+        elif name not in IMAGE_COLUMNS:
             raise UserError(f"{where} has `{name}`, {_not_read(medium)}")
     return unread
 
@@ -80,13 +80,13 @@ def _not_read(medium: Medium) -> str:
 
 
 def _held(record: Mapping[str, Any], name: str, folder: Path | None) -> Medium | None:
-    """Returns the medium that a column of another name holds, if it is not among the pictures that
+    """Returns the medium that a column of another name holds, if it is not among the images that
     are read: `"id": "a.png"` beside `"image": "a.png"` adds none."""
     files = FILE_NAME.fullmatch(name) is not None
     for medium, one in media_held(
         record[name], folder, lambda medium: files or _place(record, medium) is not None
     ):
-        read = (record.get(key) for key in (*PICTURES, *TURNS))
+        read = (record.get(key) for key in (*IMAGE_COLUMNS, *TURNS))
         if not any(one in strings_of(value) for value in read):
             return medium
     return None

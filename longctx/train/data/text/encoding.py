@@ -7,8 +7,8 @@
 
 Prompt and completion are tokenised apart, so the boundary lies where generation would start.
 A conversation is rendered by the chat template, which also says which characters are trained
-(rendering.py), and tokenised once, with as much text as stands for each of its pictures
-(pictures/expansion.py). A token is trained if any of its characters is.
+(rendering.py), and tokenised once, with as much text as stands for each of its images
+(images/expansion.py). A token is trained if any of its characters is.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from longctx.train.data.chat.rendering import rendered
 from longctx.train.data.pack.packing import Piece
 from longctx.train.data.reading.media import strings_of
 from longctx.train.data.reading.places import WRITTEN
-from longctx.train.data.reading.records import CHATS, WITH_PICTURES, Document
+from longctx.train.data.reading.records import CHATS, WITH_IMAGES, Document
 from longctx.train.data.text.windows import WINDOW_CHARS, call, tokenise
 
-if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
-    from longctx.train.data.pictures.processor import Pictures
+if TYPE_CHECKING:  # Pillow is needed where images are read alone
+    from longctx.train.data.images.processor import ImageProcessor
 
 NO_TOKEN_CHARS = 100
 """So much text without a token, and the tokenizer knows no word or its normalizer deletes all."""
@@ -40,48 +40,48 @@ def encode(
     documents: Sequence[Document | None],
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None = None,
-    pictures: Pictures | None = None,
+    images: ImageProcessor | None = None,
 ) -> list[Piece]:
-    """Tokenises documents, in order; None, a blank record, has no tokens. `pictures` are those of
+    """Tokenises documents, in order; None, a blank record, has no tokens. `images` are those of
     a model that sees some.
 
-    Raises UserError for a conversation without an exact mask, a picture that is none and a token
+    Raises UserError for a conversation without an exact mask, an image that is none and a token
     id of `vocab_size` or more.
     """
-    pieces = _encode(documents, tokenizer, pictures)
+    pieces = _encode(documents, tokenizer, images)
     for piece, document in zip(pieces, documents, strict=True):
         check_vocabulary(int(piece.input_ids.max(initial=-1)), vocab_size)
-        if pictures is not None and document:
+        if images is not None and document:
             check_places(document)
             if document.kind not in CHATS:
-                check_no_picture(piece.input_ids, document, pictures)
+                check_no_image(piece.input_ids, document, images)
     return pieces
 
 
 def check_places(document: Document) -> None:
-    """Raises UserError for a place of a picture in a record without pictures, where others have
+    """Raises UserError for a place of an image in a record without images, where others have
     some. Plain text may be about anything, HTML among it."""
-    if document.kind == "text" or document.kind in WITH_PICTURES:
+    if document.kind == "text" or document.kind in WITH_IMAGES:
         return
     if any(WRITTEN in text for text in strings_of(document.content)):
         raise UserError(
-            f"{document.where} has {WRITTEN} in its text and no picture, and other records have "
-            f"pictures: give its own in `images`, or leave {WRITTEN} out"
+            f"{document.where} has {WRITTEN} in its text and no image, and other records have "
+            f"images: give its own in `images`, or leave {WRITTEN} out"
         )
 
 
-def check_no_picture(ids: np.ndarray, document: Document, pictures: Pictures) -> None:
-    """Raises UserError for a token of a picture in a text, which the model would look for."""
-    if pictures.seen(ids).any():
-        from longctx.train.data.pictures.expansion import strange
+def check_no_image(ids: np.ndarray, document: Document, images: ImageProcessor) -> None:
+    """Raises UserError for a token of an image in a text, which the model would look for."""
+    if images.marks(ids).any():
+        from longctx.train.data.images.expansion import strange
 
-        raise UserError(strange(document.where, pictures.words[0]))
+        raise UserError(strange(document.where, images.words[0]))
 
 
 def _encode(
     documents: Sequence[Document | None],
     tokenizer: PreTrainedTokenizerBase,
-    pictures: Pictures | None,
+    images: ImageProcessor | None,
 ) -> list[Piece]:
     pieces = [Piece(np.empty(0, np.int32), np.empty(0, bool))] * len(documents)
     texts = {i: d.content for i, d in enumerate(documents) if d and d.kind == "text"}
@@ -99,7 +99,7 @@ def _encode(
         if document and document.kind == "completion":
             pieces[i] = _completion(document, tokenizer)
     chats = {i: d for i, d in enumerate(documents) if d and d.kind in CHATS}
-    for i, piece in zip(chats, _chats(list(chats.values()), tokenizer, pictures), strict=True):
+    for i, piece in zip(chats, _chats(list(chats.values()), tokenizer, images), strict=True):
         pieces[i] = piece
     return pieces
 
@@ -164,7 +164,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
 
 
 def _chats(
-    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, pictures: Pictures | None
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, images: ImageProcessor | None
 ) -> Iterator[Piece]:
     for document in documents[:1]:
         check_chat_template(tokenizer, document.where)
@@ -173,14 +173,14 @@ def _chats(
                 f"{document.where}: chat data needs a fast tokenizer (tokenizer.json) to find the "
                 "assistant's tokens; give one with --tokenizer_name"
             )
-    texts = rendered(documents, tokenizer, parts=pictures is not None)
+    texts = rendered(documents, tokenizer, parts=images is not None)
     for document, (text, spans) in zip(documents, texts, strict=True):
         seen, pixels = document.content.get("pictures", ()), 0
-        if pictures is not None:
-            from longctx.train.data.pictures.expansion import expanded, texts_of
+        if images is not None:
+            from longctx.train.data.images.expansion import expanded, texts_of
 
-            inserted, pixels = texts_of(seen, pictures, document.where)
-            text, spans = expanded(text, spans, inserted, pictures, document.where)
+            inserted, pixels = texts_of(seen, images, document.where)
+            text, spans = expanded(text, spans, inserted, images, document.where)
         tokens = tokenise(tokenizer, text, add_special_tokens=False, offsets=True)
         assert tokens.offsets is not None
         trained = _overlaps(tokens.offsets, spans)
@@ -190,7 +190,7 @@ def _chats(
                 "{% generation %} markers or remove them"
             )
         trained[0] = False
-        yield Piece(tokens.ids, trained, pictures=len(seen), pixels=pixels)
+        yield Piece(tokens.ids, trained, images=len(seen), pixels=pixels)
 
 
 def _overlaps(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:

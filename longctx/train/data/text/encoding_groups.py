@@ -9,7 +9,7 @@ and all whole texts begin with. TRL tokenises explicit prompts and answers as a 
 a prompt loses its last token wherever that merges with an answer's first letters; here the boundary
 lies where generation would start, as for `prompt` and `completion` (encoding.py).
 
-Pictures of a prompt become as many tokens as each needs (pictures/expansion.py), all of which must
+Images of a prompt become as many tokens as each needs (images/expansion.py), all of which must
 be among those that the answers share.
 
 A prompt without a token gets the bos token, or eos where the tokenizer has none, so that the first
@@ -31,7 +31,7 @@ from longctx.train.data.reading.groups import Group
 from longctx.train.data.reading.records import CHAT_ANSWERS, Document
 from longctx.train.data.text.encoding import (
     check_chat_template,
-    check_no_picture,
+    check_no_image,
     check_places,
     check_vocabulary,
     prompt_ids,
@@ -40,31 +40,31 @@ from longctx.train.data.text.encoding import (
 )
 from longctx.train.data.text.windows import tokenise
 
-if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
-    from longctx.train.data.pictures.processor import Pictures
+if TYPE_CHECKING:  # Pillow is needed where images are read alone
+    from longctx.train.data.images.processor import ImageProcessor
 
 
 def encode_groups(
     documents: Sequence[Document],
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None = None,
-    pictures: Pictures | None = None,
+    images: ImageProcessor | None = None,
 ) -> list[Group]:
-    """Tokenises documents of prompts with their answers, in order. `pictures` are those of a model
+    """Tokenises documents of prompts with their answers, in order. `images` are those of a model
     that sees some.
 
-    Raises UserError for what the chat template refuses, an answer without a token, a picture that
+    Raises UserError for what the chat template refuses, an answer without a token, an image that
     is none and a token id of `vocab_size` or more.
     """
     # To its end, or the process that renders would be taken for one that nobody hears.
     in_turns = [document for document in documents if document.kind in CHAT_ANSWERS]
-    chats = iter([*_chats(in_turns, tokenizer, pictures)])
+    chats = iter([*_chats(in_turns, tokenizer, images)])
     groups = [
-        next(chats) if document.kind in CHAT_ANSWERS else _strings(document, tokenizer, pictures)
+        next(chats) if document.kind in CHAT_ANSWERS else _strings(document, tokenizer, images)
         for document in documents
     ]
     for document, group in zip(documents, groups, strict=True):
-        if pictures is not None:
+        if images is not None:
             check_places(document)
         if not all(map(len, group.answers)):
             raise UserError(f"{document.where}: an answer has no token: remove the record")
@@ -74,7 +74,7 @@ def encode_groups(
 
 
 def _strings(
-    document: Document, tokenizer: PreTrainedTokenizerBase, pictures: Pictures | None
+    document: Document, tokenizer: PreTrainedTokenizerBase, images: ImageProcessor | None
 ) -> Group:
     content = document.content
     prompt = prompt_ids(tokenizer, content["prompt"])
@@ -89,21 +89,21 @@ def _strings(
         ]
     if not len(prompt):
         prompt = _start(tokenizer, document.where)
-    if pictures is not None:
-        check_no_picture(np.concatenate([prompt, *answers]), document, pictures)
+    if images is not None:
+        check_no_image(np.concatenate([prompt, *answers]), document, images)
     return _group(content, prompt, answers)
 
 
 def _chats(
-    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, pictures: Pictures | None
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, images: ImageProcessor | None
 ) -> Iterator[Group]:
     for document in documents[:1]:
         check_chat_template(tokenizer, document.where)
-    texts = continued(documents, tokenizer, parts=pictures is not None)
+    texts = continued(documents, tokenizer, parts=images is not None)
     for document, (prompt, wholes) in zip(documents, texts, strict=True):
         given, pixels = [prompt, *wholes], 0
-        if pictures is not None:
-            given, pixels = _with_pictures(given, document, pictures)
+        if images is not None:
+            given, pixels = _with_images(given, document, images)
         ids, *whole = (tokenise(tokenizer, text, add_special_tokens=False).ids for text in given)
         shared, answers, dropped = cut_at_shared(ids, whole)
         if not len(shared):
@@ -115,23 +115,23 @@ def _chats(
             raise UserError(
                 f"{document.where}: the chat template shows nothing of an answer: use another one"
             )
-        if pictures is not None and any(pictures.seen(answer).any() for answer in answers):
+        if images is not None and any(images.marks(answer).any() for answer in answers):
             raise UserError(
-                f"{document.where}: the chat template renders what stands before a picture, or the "
-                "picture, otherwise alone than before an answer: use another one"
+                f"{document.where}: the chat template renders what stands before an image, or the "
+                "image, otherwise alone than before an answer: use another one"
             )
         yield replace(_group(document.content, shared, answers, dropped), pixels=pixels)
 
 
-def _with_pictures(
-    texts: Sequence[str], document: Document, pictures: Pictures
+def _with_images(
+    texts: Sequence[str], document: Document, images: ImageProcessor
 ) -> tuple[list[str], int]:
-    """Returns the texts with what stands for each picture, of which each is opened once, and the
-    hash of the pictures."""
-    from longctx.train.data.pictures.expansion import expanded, texts_of
+    """Returns the texts with what stands for each image, of which each is opened once, and the
+    hash of the images."""
+    from longctx.train.data.images.expansion import expanded, texts_of
 
-    inserted, pixels = texts_of(document.content.get("pictures", ()), pictures, document.where)
-    shown = [expanded(text, (), inserted, pictures, document.where)[0] for text in texts]
+    inserted, pixels = texts_of(document.content.get("pictures", ()), images, document.where)
+    shown = [expanded(text, (), inserted, images, document.where)[0] for text in texts]
     return shown, pixels
 
 
@@ -172,5 +172,5 @@ def _group(
         tuple(content["sides"]),
         margin=content.get("margin"),
         dropped=dropped,
-        pictures=len(content.get("pictures", ())),
+        images=len(content.get("pictures", ())),
     )

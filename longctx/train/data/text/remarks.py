@@ -1,5 +1,5 @@
 """What one line says of media in records that were tokenised: columns that are not read, and tokens
-of pictures, videos or sounds in a text that shows none.
+of images, videos or sounds in a text that shows none.
 
 A token of media is what the model's configuration or the tokenizer calls one (`image_token_id`,
 `video_token`), or an added token of such a name: <|image_pad|>, <video>, [IMG], <|AUDIO|>.
@@ -20,13 +20,13 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from longctx.train.data.reading.media import COLUMNS
 from longctx.train.data.reading.unread_media import unread_line
 
-if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
-    from longctx.train.data.pictures.processor import Pictures
+if TYPE_CHECKING:  # Pillow is needed where images are read alone
+    from longctx.train.data.images.processor import ImageProcessor
     from longctx.train.data.text.tokens import Reader
 
 _NAMED = re.compile(r"image|\bimg|_img|video|audio|vision|sound", re.IGNORECASE)
 _KEY = re.compile(r"(image|video|audio|vision)_(\w+_)?token(_id|_index)?|[be]oi_token(_id|_index)?")
-_READ_WITH_PICTURES = re.compile(r"image|img|vision", re.IGNORECASE)
+_READ_WITH_IMAGES = re.compile(r"image|img|vision", re.IGNORECASE)
 
 
 def media_tokens(
@@ -49,15 +49,15 @@ def media_line(
     tokens: Dataset,
     tokenizer: PreTrainedTokenizerBase,
     config: PretrainedConfig | None,
-    pictures: Pictures | None,
+    images: ImageProcessor | None,
     where: Callable[[int], str],
 ) -> list[str]:
     """Returns the line for the first record whose text has a token of media that are not shown.
-    Where the model sees `pictures` of records, their own tokens are no word of a text: encoding
+    Where the model sees `images` of records, their own tokens are no word of a text: encoding
     refuses such a text."""
     named = media_tokens(tokenizer, config)
-    if pictures is not None:
-        named = {i: word for i, word in named.items() if not _READ_WITH_PICTURES.search(word)}
+    if images is not None:
+        named = {i: word for i, word in named.items() if not _READ_WITH_IMAGES.search(word)}
     for number, token in _first_with(tokens, np.array([*named], np.int32)):
         return [token_line(where(number), named[token])]
     return []

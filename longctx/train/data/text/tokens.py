@@ -21,16 +21,16 @@ from longctx.system import expanded
 from longctx.train.data.pack.cache import open_arrow, scratch_folder, write_arrow
 from longctx.train.data.pack.packing import Piece
 from longctx.train.data.reading.groups import (
-    GROUP_SEEN_FEATURES,
+    GROUP_IMAGE_FEATURES,
     GROUP_TOKEN_FEATURES,
-    SEEN,
+    IMAGE_COUNTS,
     Group,
     Rows,
     columns_of,
     group_of,
 )
-from longctx.train.data.reading.media import PICTURES
-from longctx.train.data.reading.picture_sources import trusted
+from longctx.train.data.reading.image_sources import trusted
+from longctx.train.data.reading.media import IMAGE_COLUMNS
 from longctx.train.data.reading.records import CHAT_ANSWERS, CHATS, Document, as_document
 from longctx.train.data.reading.turns import TURNS
 from longctx.train.data.reading.values import read_row
@@ -38,8 +38,8 @@ from longctx.train.data.text.encoding import encode
 from longctx.train.data.text.encoding_groups import encode_groups
 from longctx.train.safety.processes import bound_children, explained_workers, same_environ
 
-if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
-    from longctx.train.data.pictures.processor import Pictures
+if TYPE_CHECKING:  # Pillow is needed where images are read alone
+    from longctx.train.data.images.processor import ImageProcessor
 
 DOCUMENT_FEATURES = Features(
     {
@@ -51,12 +51,12 @@ DOCUMENT_FEATURES = Features(
     }
 )
 TOKEN_FEATURES = Features({"input_ids": List(Value("int32")), "trained": List(Value("bool"))})
-SEEN_FEATURES = Features({**TOKEN_FEATURES, **SEEN})
+IMAGE_TOKEN_FEATURES = Features({**TOKEN_FEATURES, **IMAGE_COUNTS})
 BATCH_DOCUMENTS = 256
 # 20,000 conversations of six turns take 13.3 s in one process and 6.9 s in two (two cores).
 DOCUMENTS_PER_PROCESS = 5_000
-SEEN_PER_PROCESS = 100
-"""Those with pictures, each of which is opened."""
+IMAGES_PER_PROCESS = 100
+"""Those with images, each of which is opened."""
 
 
 def tokens_of(
@@ -66,16 +66,16 @@ def tokens_of(
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None,
     rows: Rows,
-    pictures: Pictures | None = None,
+    images: ImageProcessor | None = None,
 ) -> Dataset:
     """One row a record: the rows of the dataset `name`, or our documents where that is None.
-    `pictures` are those of a model that sees some."""
+    `images` are those of a model that sees some."""
     cached = open_arrow(path, len(records))
     if cached is not None:
         return cached
-    features = _features(rows, sees=pictures is not None)
-    reader = Reader(records.features, name, rows, sees=pictures is not None)
-    tokenise = _Tokenise(reader, tokenizer, vocab_size, pictures, [*features])
+    features = _features(rows, with_images=images is not None)
+    reader = Reader(records.features, name, rows, with_images=images is not None)
+    tokenise = _Tokenise(reader, tokenizer, vocab_size, images, [*features])
     # Map leaves a file a process. They become one: for a billion tokens 20 s after minutes of
     # tokenising, on disk space that their rows will take anyway.
     with scratch_folder(path) as folder, explained_workers(), bound_children(), same_environ():
@@ -87,7 +87,7 @@ def tokens_of(
             writer_batch_size=BATCH_DOCUMENTS,
             remove_columns=records.column_names,
             features=features,
-            num_proc=_processes(records, tokenizer, rows, sees=pictures is not None),
+            num_proc=_processes(records, tokenizer, rows, with_images=images is not None),
             cache_file_name=str(folder / "tokens.arrow"),
             new_fingerprint=path.stem,
             desc="Tokenising",
@@ -102,10 +102,10 @@ def tokens_of(
         return write_arrow(path, features, named)
 
 
-def _features(rows: Rows, *, sees: bool) -> Features:
+def _features(rows: Rows, *, with_images: bool) -> Features:
     if rows == "text":
-        return SEEN_FEATURES if sees else TOKEN_FEATURES
-    return GROUP_SEEN_FEATURES if sees else GROUP_TOKEN_FEATURES
+        return IMAGE_TOKEN_FEATURES if with_images else TOKEN_FEATURES
+    return GROUP_IMAGE_FEATURES if with_images else GROUP_TOKEN_FEATURES
 
 
 @dataclass(frozen=True)
@@ -118,17 +118,17 @@ class Reader:
     name: str | None
     """Of the dataset; None: our own documents."""
     rows: Rows
-    sees: bool
-    """Whether records may name pictures."""
+    with_images: bool
+    """Whether records may name images."""
 
     def __call__(self, record: dict[str, Any], number: int) -> Document | None:
         if self.name is None:
             return Document(**{**record, "content": json.loads(record["content"])})
         read, types = read_row(record, self.types), self.types
-        if self.sees:
-            read |= {key: trusted(read[key], types[key]) for key in PICTURES if key in read}
+        if self.with_images:
+            read |= {key: trusted(read[key], types[key]) for key in IMAGE_COLUMNS if key in read}
         where, folder = f"{self.name} row {number}", folder_of(self.name)
-        return as_document(read, where, rows=self.rows, folder=folder, sees=self.sees)
+        return as_document(read, where, rows=self.rows, folder=folder, with_images=self.with_images)
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class _Tokenise:
     reader: Reader
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int | None
-    pictures: Pictures | None
+    images: ImageProcessor | None
     names: list[str]
     """Of the columns to make."""
 
@@ -147,17 +147,17 @@ class _Tokenise:
         records = [dict(zip(batch, row, strict=True)) for row in values]
         documents = [*map(self.reader, records, numbers)]
         if self.reader.rows == "text":
-            pieces = encode(documents, self.tokenizer, self.vocab_size, self.pictures)
+            pieces = encode(documents, self.tokenizer, self.vocab_size, self.images)
             columns = [vars(piece) for piece in pieces]
         else:
             given = [document for document in documents if document]
-            groups = encode_groups(given, self.tokenizer, self.vocab_size, self.pictures)
+            groups = encode_groups(given, self.tokenizer, self.vocab_size, self.images)
             columns = [columns_of(group) for group in groups]
         return {key: [column[key] for column in columns] for key in self.names}
 
 
 def folder_of(name: str) -> Path:
-    """Where paths of a dataset's pictures begin: a local one's folder."""
+    """Where paths of a dataset's images begin: a local one's folder."""
     folder = expanded(name)
     return folder if folder.is_dir() else Path()
 
@@ -168,17 +168,17 @@ def kinds_of(records: Dataset, rows: Rows) -> set[str]:
     if set(DOCUMENT_FEATURES) <= columns:
         return set(records.unique("kind"))
     parts = any("image" in str(records.features[name]) for name in {*TURNS} & columns)
-    seen = parts or bool({*PICTURES} & columns)
+    of_images = parts or bool({*IMAGE_COLUMNS} & columns)
     turned = {"messages", "conversations"} & columns
     answered = {"prompt", "completion"} <= columns or {"instruction", "output"} <= columns
     if rows != "text":
         words = {"prompt", "completion", "chosen", "rejected"} & columns
         turns = any(not isinstance(records.features[key], Value) for key in words)
         named = {"prompt", "chosen"} & columns
-        if seen:
+        if of_images:
             return {"answers_with_pictures"}
         return {"chat_answers" if turns or not named else "answers"}
-    if seen and (turned or answered):
+    if of_images and (turned or answered):
         return {"chat_with_pictures"}
     if turned:
         return {"chat"}
@@ -189,7 +189,7 @@ def kinds_of(records: Dataset, rows: Rows) -> set[str]:
 
 
 def _processes(
-    records: Dataset, tokenizer: PreTrainedTokenizerBase, rows: Rows, *, sees: bool
+    records: Dataset, tokenizer: PreTrainedTokenizerBase, rows: Rows, *, with_images: bool
 ) -> int | None:
     """Worker processes for tokenising; None where this one is fastest.
 
@@ -198,7 +198,8 @@ def _processes(
     if tokenizer.is_fast and not kinds_of(records, rows) & {*CHATS, *CHAT_ANSWERS}:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    count = min(cores or 1, len(records) // (SEEN_PER_PROCESS if sees else DOCUMENTS_PER_PROCESS))
+    each = IMAGES_PER_PROCESS if with_images else DOCUMENTS_PER_PROCESS
+    count = min(cores or 1, len(records) // each)
     return count if count > 1 else None
 
 
@@ -209,8 +210,8 @@ def pieces_of(tokens: Dataset, order: Iterable[int]) -> Iterator[Piece]:
         ids, trained = (
             column[name][int(i)].values.to_numpy(zero_copy_only=False) for name in TOKEN_FEATURES
         )
-        seen = (column[name][int(i)].as_py() for name in SEEN if name in column)
-        yield Piece(ids, trained, int(i), *seen)
+        of_images = (column[name][int(i)].as_py() for name in IMAGE_COUNTS if name in column)
+        yield Piece(ids, trained, int(i), *of_images)
 
 
 def groups_of(tokens: Dataset, order: Iterable[int]) -> Iterator[Group]:
@@ -222,5 +223,5 @@ def groups_of(tokens: Dataset, order: Iterable[int]) -> Iterator[Group]:
             for name in ("input_ids", "lengths", "sides")
         )
         margin, dropped = (column[name][int(i)].as_py() for name in ("margin", "dropped"))
-        seen = (column[name][int(i)].as_py() for name in SEEN if name in column)
-        yield group_of(ids, lengths, sides, margin, dropped, int(i), *seen)
+        of_images = (column[name][int(i)].as_py() for name in IMAGE_COUNTS if name in column)
+        yield group_of(ids, lengths, sides, margin, dropped, int(i), *of_images)

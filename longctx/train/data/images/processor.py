@@ -1,11 +1,11 @@
-"""A model's processor: how many tokens stand for a picture, and the pixels that the model gets.
+"""A model's processor: how many tokens stand for an image, and the pixels that the model gets.
 
     <|vision_start|><|image_pad|><|vision_end|>            as the chat template renders a place
-    <|vision_start|><|image_pad|> x 196 <|vision_end|>     as a picture of 448 x 448 needs it
+    <|vision_start|><|image_pad|> x 196 <|vision_end|>     as an image of 448 x 448 needs it
 
-Everything is the processor's own (transformers' AutoProcessor). What stands for a picture depends
+Everything is the processor's own (transformers' AutoProcessor). What stands for an image depends
 on its size alone, so that text is prepared without its pixels, which are made batch by batch.
-Processors of Qwen's models ask for torchvision, for videos: without it their pictures are read by
+Processors of Qwen's models ask for torchvision, for videos: without it their images are read by
 Pillow's backend.
 """
 
@@ -27,8 +27,8 @@ from transformers.utils import cached_file
 from longctx.constants import TOKEN_TYPES
 from longctx.errors import UserError, one_line
 from longctx.system import expanded
-from longctx.train.data.pictures.picture import picture_of
-from longctx.train.data.reading.picture_sources import Source
+from longctx.train.data.images.image import open_image
+from longctx.train.data.reading.image_sources import Source
 from longctx.train.safety.files import read_json
 
 TEXT = ("input_ids", "attention_mask", *TOKEN_TYPES, "num_crops")
@@ -36,8 +36,8 @@ TEXT = ("input_ids", "attention_mask", *TOKEN_TYPES, "num_crops")
 FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-class Pictures:
-    """A processor, and the most pixels that a picture may have."""
+class ImageProcessor:
+    """A processor, and the most pixels that an image may have."""
 
     def __init__(
         self, processor: Any, tokenizer: Any, most_pixels: int | None = None, settings: Any = None
@@ -58,7 +58,7 @@ class Pictures:
         most_pixels: int | None = None,
         *,
         trust_remote_code: bool = False,
-    ) -> Pictures:
+    ) -> ImageProcessor:
         """Reads the processor of a folder or of the hub. A tokenizer without a chat template gets
         the processor's. Raises UserError for one that cannot be read."""
         folder = expanded(name)
@@ -69,7 +69,7 @@ class Pictures:
             except ImportError:
                 if not config.model_type.startswith("qwen"):
                     raise
-                found = _QwensPictures(path, config, tokenizer)
+                found = _QwensProcessor(path, config, tokenizer)
             if getattr(found, "image_processor", None) is None:
                 raise ValueError("it has no image processor")
             if not isinstance(found.image_token, str):
@@ -83,7 +83,7 @@ class Pictures:
             raise
         except Exception as error:  # a stranger's files
             raise UserError(
-                f"{name} has no processor that reads pictures ({one_line(error, 160)}): it needs "
+                f"{name} has no processor that reads images ({one_line(error, 160)}): it needs "
                 "preprocessor_config.json or processor_config.json beside the weights"
             ) from error
         template = getattr(found, "chat_template", None)
@@ -92,14 +92,14 @@ class Pictures:
         return cls(found, tokenizer, most_pixels, _settings(path))
 
     def identity(self) -> list[Any]:
-        """All of it that decides which tokens stand for a picture."""
+        """All of it that decides which tokens stand for an image."""
         kind, settings = type(self._processor).__name__, self._processor.to_json_string()
         return [kind, settings, self.token, self.most_pixels]
 
     def opened(self, source: Source, at: str) -> Image.Image:
-        """Returns a picture of no more pixels than are allowed. Raises UserError starting with `at`
+        """Returns an image of no more pixels than are allowed. Raises UserError starting with `at`
         for what is none."""
-        image = picture_of(source, at)
+        image = open_image(source, at)
         width, height = self._allowed(*image.size)
         return image if image.size == (width, height) else image.resize((width, height))
 
@@ -110,7 +110,7 @@ class Pictures:
         return max(1, int(width * by)), max(1, int(height * by))
 
     def text_of(self, size: tuple[int, int], at: str) -> str:
-        """Returns the text that stands for a picture of this width and height. Raises UserError
+        """Returns the text that stands for an image of this width and height. Raises UserError
         starting with `at` for a size that the processor refuses."""
         if size not in self._texts:
             blank = Image.new("RGB", size)
@@ -120,25 +120,25 @@ class Pictures:
                 ((offsets,),) = found["text_replacement_offsets"]
             except MemoryError:
                 raise
-            except Exception as error:  # as for a picture that is too narrow
+            except Exception as error:  # as for an image that is too narrow
                 raise UserError(f"{at}: the processor refuses it: {one_line(error)}") from error
             self._texts[size] = offsets["replacement"]
         return self._texts[size]
 
     def tokens_of(self, size: tuple[int, int], at: str) -> int:
-        """Returns how many tokens stand for parts of such a picture. Raises as `text_of` does."""
+        """Returns how many tokens stand for parts of such an image. Raises as `text_of` does."""
         text = self.text_of(size, at)
         return sum(text.count(word) for word in self.words)
 
     @property
     def ids(self) -> list[Any]:
-        """The ids of the tokens that stand for parts of a picture, as the processor has them."""
+        """The ids of the tokens that stand for parts of an image, as the processor has them."""
         found: list[Any] = [*self._processor.image_token_ids]
         return found
 
     @cached_property
     def words(self) -> list[str]:
-        """The texts of the tokens that stand for parts of a picture: no other text may have one."""
+        """The texts of the tokens that stand for parts of an image: no other text may have one."""
         found: list[str] = self._tokenizer.convert_ids_to_tokens(self._ids.tolist())
         return found
 
@@ -154,13 +154,13 @@ class Pictures:
         """The ids of the tokens whose embeddings are features."""
         return np.array(self.ids)
 
-    def seen(self, ids: np.ndarray) -> np.ndarray:  # any shape, bool
-        """Returns which tokens stand for a part of a picture."""
+    def marks(self, ids: np.ndarray) -> np.ndarray:  # any shape, bool
+        """Returns which tokens stand for a part of an image."""
         found: np.ndarray = np.isin(ids, self._ids)
         return found
 
     def tensors(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
-        """Returns the model's arguments for the pictures of a batch, such as `pixel_values`."""
+        """Returns the model's arguments for the images of a batch, such as `pixel_values`."""
         found = self._processor(images=[*images], return_tensors="pt")
         return {name: x for name, x in found.items() if name not in TEXT}
 
@@ -177,7 +177,7 @@ def _settings(path: str) -> list[Any]:
     return found
 
 
-class _QwensPictures:
+class _QwensProcessor:
     """The processor of a model of Qwen's without videos, for which it asks for torchvision."""
 
     def __init__(self, path: str, config: PretrainedConfig, tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Records that show pictures, in the forms of texts.py, preferences.py and places.py.
+"""Records that show images, in the forms of texts.py, preferences.py and places.py.
 
     {"images": ["a.png"], "messages": [turns with places]}
     {"images": ["a.png"], "prompt": [turns with places], "completion": [turns]}
@@ -6,9 +6,9 @@
     {"images": ["a.png"], "prompt": "What is this?", "chosen": "A heron.", "rejected": "A cat."}
     {"chosen": [turns with places], "rejected": [turns with places]}     as whole conversations
 
-Places become marks and the marked record is read as any other one. Strings become turns: pictures
-stand in conversations alone. Pictures are seen, never written: an answer has none. Where both
-answers of a pair are whole conversations, both show the pictures of their prompt, which must be the
+Places become marks and the marked record is read as any other one. Strings become turns: images
+stand in conversations alone. Images are seen, never written: an answer has none. Where both
+answers of a pair are whole conversations, both show the images of their prompt, which must be the
 same.
 """
 
@@ -22,9 +22,9 @@ from longctx.train.data.reading.groups import Rows
 from longctx.train.data.reading.places import (
     MARK,
     column_of,
+    images_of_places,
     marked_text,
     marked_turns,
-    pictures_of_places,
 )
 from longctx.train.data.reading.preferences import PAIR, is_pair, read_group
 from longctx.train.data.reading.texts import read_text
@@ -35,15 +35,15 @@ _TEXTS = (*TURNS, "instruction", "input", "output", "system", "system_prompt", "
 _READ = (("messages",), ("conversations",), ("prompt", "completion"))
 """The keys of turns that texts.py reads: the first that a record has."""
 _NO_ANSWER = "models that are trained here write text alone"
-Pictured = tuple[dict[str, Any], list[Any]]
+WithImages = tuple[dict[str, Any], list[Any]]
 
 
-def read_pictured(given: Mapping[str, Any], rows: Rows, where: str) -> Pictured | None:
+def read_with_images(given: Mapping[str, Any], rows: Rows, where: str) -> WithImages | None:
     """Returns the content of a record's document, in turns with a mark at each place, and what
-    describes the picture of each; None where the record has the keys of no document.
+    describes the image of each; None where the record has the keys of no document.
 
-    Raises UserError starting with `where` as `read_text` and `read_group` do, and for pictures
-    without a place, places without a picture, pictures in an answer, and parts that are neither
+    Raises UserError starting with `where` as `read_text` and `read_group` do, and for images
+    without a place, places without an image, images in an answer, and parts that are neither
     text nor images.
     """
     column = column_of(given, where)
@@ -58,27 +58,27 @@ def read_pictured(given: Mapping[str, Any], rows: Rows, where: str) -> Pictured 
 
 def _conversation(
     marked: Mapping[str, Any], named: Mapping[str, list[Any]], column: list[Any] | None, where: str
-) -> Pictured | None:
+) -> WithImages | None:
     found = read_text(marked, where)
     if found is None:
         return None
     kind, content = found
     if kind == "text":
         raise UserError(
-            f"{where}: pictures stand in conversations: write `messages`, or `prompt` and "
+            f"{where}: images stand in conversations: write `messages`, or `prompt` and "
             "`completion`, in place of `text`"
         )
     if kind == "completion":
         prompt, completion = content
         content = {"messages": [*_turns(prompt, "user"), *_turns(completion, "assistant")]}
     keys = next((keys for keys in _READ if {*keys} <= {*marked}), ())
-    own = [picture for key in keys for picture in named[key]]
-    pictures = pictures_of_places(content["messages"], own, column, where)
+    own = [image for key in keys for image in named[key]]
+    images = images_of_places(content["messages"], own, column, where)
     answers = (m["content"] for m in content["messages"] if m["role"] == "assistant")
     for number, answer in enumerate(answers, 1):
         if MARK in answer:
-            raise UserError(f"{where}: answer {number} has a picture: {_NO_ANSWER}")
-    return content, pictures
+            raise UserError(f"{where}: answer {number} has an image: {_NO_ANSWER}")
+    return content, images
 
 
 def _group(
@@ -87,14 +87,14 @@ def _group(
     rows: Rows,
     column: list[Any] | None,
     where: str,
-) -> Pictured | None:
+) -> WithImages | None:
     found = read_group(marked, rows, where)
     if found is None:
         return None
     _, content = found
     if content.get("joined"):
         raise UserError(
-            f"{where}: pictures stand in a prompt, and `chosen` and `rejected` are whole strings: "
+            f"{where}: images stand in a prompt, and `chosen` and `rejected` are whole strings: "
             "write `prompt` and the answers apart"
         )
     content = content | {"prompt": _turns(content["prompt"], "user")}
@@ -102,8 +102,8 @@ def _group(
     for number, answer in enumerate(content["answers"]):
         if any(MARK in turn["content"] for turn in answer):
             name = f"`{PAIR[number]}`" if is_pair(marked) else "the completion"
-            raise UserError(f"{where}: {name} is an answer with a picture: {_NO_ANSWER}")
-    return content, pictures_of_places(content["prompt"], _own(named, where), column, where)
+            raise UserError(f"{where}: {name} is an answer with an image: {_NO_ANSWER}")
+    return content, images_of_places(content["prompt"], _own(named, where), column, where)
 
 
 def _marked(value: Any, key: str, has_column: bool, where: str) -> tuple[Any, list[Any]]:
@@ -130,13 +130,13 @@ def _turns(text: Any, role: str) -> list[dict[str, Any]]:
 
 
 def _own(named: Mapping[str, list[Any]], where: str) -> list[Any]:
-    """Returns the pictures that parts name, once where several keys repeat the prompt."""
-    found = {key: pictures for key, pictures in named.items() if pictures}
+    """Returns the images that parts name, once where several keys repeat the prompt."""
+    found = {key: images for key, images in named.items() if images}
     keys = [*found]
     for key in keys[1:]:
         if found[key] != found[keys[0]]:
             raise UserError(
-                f"{where}: `{keys[0]}` and `{key}` show other pictures: only answers to one prompt "
+                f"{where}: `{keys[0]}` and `{key}` show other images: only answers to one prompt "
                 "are compared"
             )
     return found[keys[0]] if keys else []

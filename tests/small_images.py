@@ -1,4 +1,4 @@
-"""Folders with a small model that sees and its processor, and conversations about pictures."""
+"""Folders with a small model that sees and its processor, and conversations about images."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from exactness import FACTOR, FLOOR, relative_error
-from longctx.train.data.pictures.processor import Pictures
-from longctx.train.data.rows import Sight, build_dataset, pictures_of
+from longctx.train.data.images.processor import ImageProcessor
+from longctx.train.data.rows import ImageReading, build_dataset, images_of
 from longctx.train.options.config import DataArguments, TrainArguments
-from longctx.train.start.picture_batches import PictureCollator, Pictured
+from longctx.train.start.image_batches import ImageCollator, RowsWithImages
 from longctx.train.tasks import make_task
 
 PLACES = {
@@ -70,7 +70,7 @@ def tokenizer_of(kind: str) -> Any:
     return tokenizer
 
 
-def seeing_model(folder: Path, kind: str) -> Path:
+def image_model(folder: Path, kind: str) -> Path:
     """Writes a model, its tokenizer and what prepares its images."""
     skip_with_kernels(kind)
     tokenizer = tokenizer_of(kind)
@@ -105,7 +105,7 @@ def seeing_model(folder: Path, kind: str) -> Path:
 
 
 def asked(*names: str, question: str = "What colour is it?", answer: str = "red") -> dict[str, Any]:
-    """A conversation that shows pictures before a question."""
+    """A conversation that shows images before a question."""
     content = [_part(name) for name in names]
     return {
         "messages": [
@@ -116,13 +116,13 @@ def asked(*names: str, question: str = "What colour is it?", answer: str = "red"
 
 
 def exchange(question: str, answer: str) -> list[dict[str, str]]:
-    """The turns of a conversation without pictures of its own."""
+    """The turns of a conversation without images of its own."""
     turns = (("user", question), ("assistant", answer))
     return [{"role": role, "content": content} for role, content in turns]
 
 
 def in_turns() -> dict[str, Any]:
-    """A conversation whose first answer stands between pictures of several sizes."""
+    """A conversation whose first answer stands between images of several sizes."""
     first = [_part("red.png"), {"type": "text", "text": "What?"}, _part("wide.png")]
     second = [{"type": "text", "text": "And "}, _part("green.png"), {"type": "text", "text": "?"}]
     return {
@@ -137,14 +137,14 @@ def in_turns() -> dict[str, Any]:
 
 
 def compared(*names: str, chosen: str = "red", rejected: str = "a very wide one") -> dict[str, Any]:
-    """A pair of answers to a question that shows pictures."""
+    """A pair of answers to a question that shows images."""
     asking, answer = asked(*names, answer=chosen)["messages"]
     other = {**answer, "content": f"No, {rejected}."}
     return {"prompt": [asking], "chosen": [answer], "rejected": [other]}
 
 
 def pairs_about_colours(count: int = 6) -> list[dict[str, Any]]:
-    """Pairs about one picture, several and none."""
+    """Pairs about one image, several and none."""
     names = [*COLOURS]
     shown = [(), ("red.png",), ("blue.png", "wide.png"), ("green.png",)]
     return [compared(*shown[n % 4], chosen=names[n % 3]) for n in range(count)]
@@ -155,7 +155,7 @@ def _part(name: str) -> dict[str, str]:
 
 
 def write(folder: Path, records: Sequence[dict[str, Any]]) -> Path:
-    """Writes the records, and a picture of each colour and a wide one beside them."""
+    """Writes the records, and an image of each colour and a wide one beside them."""
     for colour, rgb in COLOURS.items():
         Image.new("RGB", (20 + len(colour), 16), rgb).save(folder / f"{colour}.png")
     Image.new("RGB", (60, 12), "yellow").save(folder / "wide.png")
@@ -165,7 +165,7 @@ def write(folder: Path, records: Sequence[dict[str, Any]]) -> Path:
 
 
 def about_colours(count: int = 12) -> list[dict[str, Any]]:
-    """Conversations about one picture, several and none."""
+    """Conversations about one image, several and none."""
     names = [*COLOURS]
     found = []
     for n in range(count):
@@ -178,7 +178,7 @@ def about_colours(count: int = 12) -> list[dict[str, Any]]:
 
 def prepared(kind: str, model: Path, text: str, images: Sequence[Image.Image]) -> dict[str, Tensor]:
     """What transformers' own processor makes of a rendered conversation. Without torchvision,
-    Qwen's is its image processor, and a picture's tokens follow from the grid of its patches."""
+    Qwen's is its image processor, and an image's tokens follow from the grid of its patches."""
     try:
         processor = AutoProcessor.from_pretrained(model)
     except ImportError:
@@ -202,7 +202,7 @@ def _qwens(model: Path, text: str, images: Sequence[Image.Image]) -> dict[str, T
 
 
 def alone(kind: str, model: Path, record: dict[str, Any], folder: Path) -> dict[str, Tensor]:
-    """A conversation (with each picture in a part of its own) by itself, as transformers prepares
+    """A conversation (with each image in a part of its own) by itself, as transformers prepares
     it, and the labels of its answers: all that a turn adds to the prompt before it."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     turns = [
@@ -247,20 +247,20 @@ class Read:
         self.task = make_task(TrainArguments(str(folder), task=task, use_cpu=True))
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         config = AutoConfig.from_pretrained(model)
-        self.pictures = Pictures.read(str(model), config, self.tokenizer, pixels)
+        self.images = ImageProcessor.read(str(model), config, self.tokenizer, pixels)
         self.opened = 0
-        looks = self.pictures.opened
+        looks = self.images.opened
         self.args = DataArguments(cache_dir=str(folder / "cache"), **data)
         collate = self.task.collator(class_type, alone=True)
-        self.collate = PictureCollator(self.pictures, config, torch.float32, collate)
+        self.collate = ImageCollator(self.images, config, torch.float32, collate)
 
         def opened(*args: Any) -> Any:
             self.opened += 1
             return looks(*args)
 
-        self.pictures.opened = opened  # type: ignore[method-assign]
+        self.images.opened = opened  # type: ignore[method-assign]
 
-    def rows(self, seq_len: int = 256, *, one_document: bool = False) -> Pictured:
+    def rows(self, seq_len: int = 256, *, one_document: bool = False) -> RowsWithImages:
         files = self.args.train_file
         packed = build_dataset(
             self.args,
@@ -271,9 +271,9 @@ class Read:
             seed=1,
             rows=self.task.rows,
             mismatched=self.task.mismatched,
-            sight=Sight(lambda: self.pictures, one_document),
+            image_reading=ImageReading(lambda: self.images, one_document),
         )
-        return Pictured(packed, pictures_of(self.args, files, self.task.rows))
+        return RowsWithImages(packed, images_of(self.args, files, self.task.rows))
 
     def batch(self, **options: Any) -> dict[str, Tensor]:
         """All rows in one."""

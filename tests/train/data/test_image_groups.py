@@ -1,4 +1,4 @@
-"""Prompts with pictures: their records, tokens and rows, and what is refused of them."""
+"""Prompts with images: their records, tokens and rows, and what is refused of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longctx.errors import UserError
 from longctx.train.data.reading.places import MARK
 from longctx.train.data.reading.records import as_document
 
-small = pytest.importorskip("small_pictures")
+small = pytest.importorskip("small_images")
 USER, BOT = "user", "assistant"
 
 
@@ -58,7 +58,7 @@ RATED = {
 
 
 def read(record: dict[str, Any], folder: Path, rows: Any = "pairs") -> Any:
-    document = as_document(record, "f:1", rows=rows, folder=folder, sees=True)
+    document = as_document(record, "f:1", rows=rows, folder=folder, with_images=True)
     assert document is not None and document.kind == "answers_with_pictures"
     return document.content
 
@@ -96,35 +96,35 @@ def test_places_keep_their_order(folder) -> None:
 
 T = PAIRS["TRL"]
 REFUSED = {
-    "more pictures": ({**T, "images": ["red.png"] * 2}, "has 1 image parts or <image> and 2 pict"),
+    "more images": ({**T, "images": ["red.png"] * 2}, "has 1 image parts or <image> and 2 pict"),
     "more places": (
         {**T, "prompt": [turn(USER, [PLACE, PLACE, TEXT])]},
-        "has 2 image parts or <image> and 1 picture",
+        "has 2 image parts or <image> and 1 image",
     ),
     "in the chosen answer": (
         {"prompt": [turn(USER, [RED, TEXT])], "chosen": [turn(BOT, [WIDE])], "rejected": [B]},
-        "`chosen` is an answer with a picture: models that are trained here write text alone",
+        "`chosen` is an answer with an image: models that are trained here write text alone",
     ),
     "in the rejected answer": (
         {**T, "rejected": "<image>", "chosen": "Red."},
-        "`rejected` is an answer with a picture",
+        "`rejected` is an answer with an image",
     ),
-    "other pictures": (
+    "other images": (
         {"chosen": [turn(USER, [RED, TEXT]), A], "rejected": [turn(USER, [WIDE, TEXT]), B]},
-        "`chosen` and `rejected` show other pictures: only answers to one prompt are compared",
+        "`chosen` and `rejected` show other images: only answers to one prompt are compared",
     ),
     "whole strings": (
         {**IMAGES, "chosen": "What? Red.", "rejected": "What? Blue."},
-        "pictures stand in a prompt, and `chosen` and `rejected` are whole strings: write `prompt`",
+        "images stand in a prompt, and `chosen` and `rejected` are whole strings: write `prompt`",
     ),
     "a video": ({**T, "videos": ["a.mp4"]}, "has `videos`, which is not read: give frames"),
     "a column and parts": (
         {**T, "prompt": [turn(USER, [RED, TEXT])]},
-        "has pictures in turns and in a column: leave one out",
+        "has images in turns and in a column: leave one out",
     ),
-    "a missing file": ({**T, "images": ["none.png"]}, "picture 1, none.png, is no file in"),
-    "a URL": ({**T, "images": ["https://a.b/c.png"]}, "picture 1 is a URL, and nothing is fetched"),
-    "a mark": ({**T, "prompt": MARK, "chosen": "a", "rejected": "b"}, "which stands for a picture"),
+    "a missing file": ({**T, "images": ["none.png"]}, "image 1, none.png, is no file in"),
+    "a URL": ({**T, "images": ["https://a.b/c.png"]}, "image 1 is a URL, and nothing is fetched"),
+    "a mark": ({**T, "prompt": MARK, "chosen": "a", "rejected": "b"}, "which stands for an image"),
     "no pair": (
         {**IMAGES, "prompt": [SHOWN]},
         "expected `chosen` and `rejected` beside a `prompt`",
@@ -136,7 +136,7 @@ REFUSED = {
 def test_a_record_is_refused_in_one_line(record, folder) -> None:
     given, said = REFUSED[record]
     with pytest.raises(UserError) as error:
-        as_document(given, "f:1", rows="pairs", folder=folder, sees=True)
+        as_document(given, "f:1", rows="pairs", folder=folder, with_images=True)
     found = str(error.value)
     assert found.startswith("f:1") and said in found and "\n" not in found
 
@@ -147,15 +147,15 @@ def test_a_record_is_refused_in_one_line(record, folder) -> None:
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory) -> Any:
     """The folder of a model of a kind, made once."""
-    return functools.cache(lambda kind: small.seeing_model(tmp_path_factory.mktemp(kind), kind))
+    return functools.cache(lambda kind: small.image_model(tmp_path_factory.mktemp(kind), kind))
 
 
 def rows_of(found: Any, **options: Any) -> list[dict[str, list[Any]]]:
     rows = found.rows(**options)
-    return [{k: x.tolist() for k, x in r.items() if k not in ("pictures", "margins")} for r in rows]
+    return [{k: x.tolist() for k, x in r.items() if k not in ("images", "margins")} for r in rows]
 
 
-def test_each_picture_is_opened_once(model_of, tmp_path) -> None:
+def test_each_image_is_opened_once(model_of, tmp_path) -> None:
     """Though the prompt is rendered alone and before each answer; not at all from the cache."""
     model, records = model_of("qwen3_vl"), small.pairs_about_colours()
     first = small.of_file(model, tmp_path, records, task="dpo")
@@ -214,12 +214,12 @@ def test_answers_are_cut_behind_a_whole_prompt(model_of, tmp_path) -> None:
     assert row["lengths"][0] == prompt and sum(row["lengths"]) == 100
 
 
-def test_a_prompt_with_pictures_that_would_be_cut_is_left_out(model_of, tmp_path, capsys) -> None:
+def test_a_prompt_with_images_that_would_be_cut_is_left_out(model_of, tmp_path, capsys) -> None:
     found = cut(model_of("qwen3_vl"), tmp_path, "truncate_start", LONG, small.compared("red.png"))
     (row,) = rows_of(found, seq_len=160)
     assert row["documents"] == [1]
     said = capsys.readouterr().out.replace("\n", "")
-    assert "left out: 1 too long, 1 with pictures: " in said and "pictures.jsonl:1" in said
+    assert "left out: 1 too long, 1 with images: " in said and "pictures.jsonl:1" in said
 
 
 def refused(model: Path, folder: Path, *records: Any, **options: Any) -> str:
@@ -229,30 +229,30 @@ def refused(model: Path, folder: Path, *records: Any, **options: Any) -> str:
     return str(error.value).replace(str(folder), "")
 
 
-def test_a_group_that_is_too_long_names_what_makes_pictures_smaller(model_of, tmp_path) -> None:
+def test_a_group_that_is_too_long_names_what_makes_images_smaller(model_of, tmp_path) -> None:
     said = refused(model_of("qwen3_vl"), tmp_path, LONG, seq_len=100)
     assert said.startswith("/pictures.jsonl:1: prompt and answers take ")
     assert "raise --seq_len, lower --image_pixels, or cut" in said
 
 
-def test_a_broken_picture_is_named_by_line_and_number(model_of, tmp_path) -> None:
+def test_a_broken_image_is_named_by_line_and_number(model_of, tmp_path) -> None:
     record = small.compared("red.png", "pictures.jsonl")
     said = refused(model_of("llava"), tmp_path, small.compared("red.png"), record)
-    assert said.startswith("/pictures.jsonl:2: picture 2 is no picture: ")
+    assert said.startswith("/pictures.jsonl:2: image 2 is no image: ")
 
 
-def test_the_token_of_a_picture_in_a_text(model_of, tmp_path) -> None:
-    """In an answer, and in a pair of strings beside records with pictures."""
+def test_the_token_of_a_image_in_a_text(model_of, tmp_path) -> None:
+    """In an answer, and in a pair of strings beside records with images."""
     said = refused(
         model_of("qwen3_vl"), tmp_path, small.compared("red.png", chosen="<|image_pad|>")
     )
-    assert said.startswith("/pictures.jsonl:1: the chat template shows 2 of 1 pictures: ")
+    assert said.startswith("/pictures.jsonl:1: the chat template shows 2 of 1 images: ")
     pair = {"prompt": "What?", "chosen": "<|image_pad|>", "rejected": "none"}
     said = refused(model_of("qwen3_vl"), tmp_path, small.compared("red.png"), pair)
     assert said.startswith("/pictures.jsonl:2: a text has '<|image_pad|>'")
 
 
-def test_a_template_that_moves_a_picture_behind_the_question(model_of, tmp_path) -> None:
+def test_a_template_that_moves_a_image_behind_the_question(model_of, tmp_path) -> None:
     """The prompt alone begins otherwise than before an answer, so that no prompt is whole."""
     read = small.of_file(model_of("qwen3_vl"), tmp_path, [small.compared("red.png")], task="dpo")
     read.tokenizer.chat_template = (

@@ -1,4 +1,4 @@
-"""Where a record's picture is: whatever describes it, checked before anything is opened.
+"""Where a record's image is: whatever describes it, checked before anything is opened.
 
     "heron.jpg"                                    a file beside the data, or below its folder
     "data:image/png;base64,iVBORw0..."             the file itself, as OpenAI's API takes it
@@ -21,10 +21,10 @@ import pyarrow.compute
 from datasets import Audio, Dataset, Image, IterableDataset, List, Video
 
 from longctx.errors import UserError
-from longctx.train.data.reading.media import PICTURES
+from longctx.train.data.reading.media import IMAGE_COLUMNS
 from longctx.train.data.reading.values import kind
 
-if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
+if TYPE_CHECKING:  # Pillow is needed where images are read alone
     from PIL.Image import Image as Decoded
 
 Source: TypeAlias = "Path | bytes | Decoded"
@@ -51,8 +51,8 @@ def source_named(named: str | bytes | Decoded, at: str) -> Source:
 
 
 def undecoded(records: _Records) -> _Records:
-    """Returns a dataset whose columns of pictures, videos and sounds hold their files: decoding
-    pictures is ours, and nothing decodes the others."""
+    """Returns a dataset whose columns of images, videos and sounds hold their files: decoding
+    images is ours, and nothing decodes the others."""
     for name, feature in (records.features or {}).items():
         bare = _undecoded(feature)
         if bare is not None:
@@ -80,9 +80,9 @@ def trusted(value: Any, feature: Any) -> Any:
 
 
 def linked_files(records: Dataset, folder: Path) -> Iterator[Path]:
-    """Yields the files that the columns of pictures of `undecoded` records name, of which some may
+    """Yields the files that the columns of images of `undecoded` records name, of which some may
     be missing. Bytes that records hold are not read."""
-    for name in {*PICTURES} & {*records.column_names}:
+    for name in {*IMAGE_COLUMNS} & {*records.column_names}:
         for values in records.data.column(name).chunks:
             while pyarrow.types.is_list(values.type) or pyarrow.types.is_large_list(values.type):
                 values = values.flatten()
@@ -143,7 +143,7 @@ def _inside(name: str, folder: Path, at: str) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a NUL
         raise UserError(f"{at} is no path: {error}") from None
     if not inside:
-        raise UserError(f"{at}, {name}, leads out of {folder}: put pictures below that folder")
+        raise UserError(f"{at}, {name}, leads out of {folder}: put images below that folder")
     if not there:
         raise UserError(f"{at}, {name}, is no file in {folder}")
     return path

@@ -1,8 +1,8 @@
-"""A picture's file becomes an RGB image, or one line says why not.
+"""An image's file becomes an RGB image, or one line says why not.
 
 What Pillow would open and a model would misread is refused or made plain: animations and several
 pages are refused, transparent parts become white (as Qwen's own tools have them), 16 bits a channel
-become 8, and a picture stands as its camera was held. Its number of pixels is read from the header,
+become 8, and an image stands as its camera was held. Its number of pixels is read from the header,
 before it is decoded.
 """
 
@@ -17,11 +17,11 @@ import xxhash
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from longctx.errors import UserError
-from longctx.train.data.reading.picture_sources import Source
+from longctx.train.data.reading.image_sources import Source
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 MOST_BYTES = 2**28
-"""The largest file that is opened as a picture, in bytes."""
+"""The largest file that is opened as an image, in bytes."""
 MOST_PIXELS = 2**26
 """8192 x 8192. Decoded they are 192 MiB, which a file of some kilobytes can ask for."""
 MOST_TIMES_WIDER = 200
@@ -31,7 +31,7 @@ _SIMPLE = ("RGB", "L")
 
 
 def held(source: Source, at: str) -> bytes | Image.Image:
-    """Returns the bytes of a picture's file, or the picture that is in memory. Raises UserError
+    """Returns the bytes of an image's file, or the image that is in memory. Raises UserError
     starting with `at` for a file that cannot be read or is too large."""
     if isinstance(source, Image.Image):
         return source
@@ -44,19 +44,19 @@ def held(source: Source, at: str) -> bytes | Image.Image:
         raise UserError(f"{at} cannot be read: {_said(error)}") from None
 
 
-def pixels_hash(pictures: Sequence[bytes | Image.Image]) -> int:
-    """Returns 63 bits that differ where the bytes of files do, or the pixels of pictures in memory;
-    0 of no picture. Paths and times do not count."""
+def pixels_hash(images: Sequence[bytes | Image.Image]) -> int:
+    """Returns 63 bits that differ where the bytes of files do, or the pixels of images in memory;
+    0 of no image. Paths and times do not count."""
     found = xxhash.xxh3_64()
-    for picture in pictures:
-        if isinstance(picture, Image.Image):
-            picture = f"{picture.mode} {picture.size} ".encode() + picture.tobytes()
-        found.update(xxhash.xxh3_64_digest(picture))
-    return found.intdigest() >> 1 if pictures else 0  # of int64
+    for image in images:
+        if isinstance(image, Image.Image):
+            image = f"{image.mode} {image.size} ".encode() + image.tobytes()
+        found.update(xxhash.xxh3_64_digest(image))
+    return found.intdigest() >> 1 if images else 0  # of int64
 
 
-def picture_of(source: Source, at: str) -> Image.Image:
-    """Returns the picture in RGB, 8 bits a channel. Raises UserError starting with `at`, also for a
+def open_image(source: Source, at: str) -> Image.Image:
+    """Returns the image in RGB, 8 bits a channel. Raises UserError starting with `at`, also for a
     file that ends too early."""
     with _opened(source, at) as image, _decoding(at):
         image.load()
@@ -65,7 +65,7 @@ def picture_of(source: Source, at: str) -> Image.Image:
 
 
 def is_plain(source: Source, at: str) -> bool:
-    """Whether any reader gives what `picture_of` does: nothing is turned or made opaque."""
+    """Whether any reader gives what `open_image` does: nothing is turned or made opaque."""
     with _opened(source, at) as image:
         return image.mode in _SIMPLE and _orientation(image) == 1 and not _is_clear(image)
 
@@ -79,7 +79,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _is_clear(image: Image.Image) -> bool:
-    """Whether a picture may have transparent parts."""
+    """Whether an image may have transparent parts."""
     return image.mode in ("RGBA", "LA", "La", "RGBa", "PA") or "transparency" in image.info
 
 
@@ -90,11 +90,11 @@ def _decoding(at: str) -> Iterator[None]:
     except UserError:
         raise
     except UnidentifiedImageError:
-        raise UserError(f"{at} is no picture: {', '.join(FORMATS)} are read") from None
+        raise UserError(f"{at} is no image: {', '.join(FORMATS)} are read") from None
     except Image.DecompressionBombError:
         raise UserError(f"{at} has too many pixels: {_LIMIT}") from None
     except Exception as error:  # decoders raise whatever a broken file leads them to
-        raise UserError(f"{at} is a broken picture: {_said(error)}") from None
+        raise UserError(f"{at} is a broken image: {_said(error)}") from None
 
 
 @contextmanager
@@ -128,8 +128,8 @@ def _check(image: Image.Image, at: str) -> None:
         )
     with _decoding(at):
         frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
-    if frames > 1:  # a phone's JPEG (MPO) has others behind the picture
-        raise UserError(f"{at} has {frames} frames or pages: give one picture")
+    if frames > 1:  # a phone's JPEG (MPO) has others behind the image
+        raise UserError(f"{at} has {frames} frames or pages: give one image")
 
 
 def _rgb(image: Image.Image, at: str) -> Image.Image:

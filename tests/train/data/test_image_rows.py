@@ -1,4 +1,4 @@
-"""Rows with pictures: their tokens and what is trained of them, from files and from datasets."""
+"""Rows with images: their tokens and what is trained of them, from files and from datasets."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ import torch
 from torch.utils.data import DataLoader
 
 from longctx.errors import UserError
-from longctx.train.data.reading.groups import SEEN
+from longctx.train.data.reading.groups import IMAGE_COUNTS
 from longctx.train.data.rows import _pixels, pixels_identity, rows_identity
 
 Image = pytest.importorskip("PIL.Image")
-small = pytest.importorskip("small_pictures")
+small = pytest.importorskip("small_images")
 
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory) -> Any:
     """The folder of a model of a kind, made once."""
-    return functools.cache(lambda kind: small.seeing_model(tmp_path_factory.mktemp(kind), kind))
+    return functools.cache(lambda kind: small.image_model(tmp_path_factory.mktemp(kind), kind))
 
 
 @pytest.mark.parametrize("kind", small.PLACES)
@@ -42,7 +42,7 @@ def test_tokens_and_masks_are_those_of_the_processor(kind, model_of, tmp_path) -
 def rows_and_batches(read: Any) -> list[Any]:
     rows = read.rows(seq_len=150)
     batches = [read.collate([rows[n], rows[(n + 1) % len(rows)]]) for n in range(len(rows))]
-    return [[row[name].tolist() for name in sorted(row) if name != "pictures"] for row in rows] + [
+    return [[row[name].tolist() for name in sorted(row) if name != "images"] for row in rows] + [
         {name: x.tolist() for name, x in batch.items()} for batch in batches
     ]
 
@@ -82,15 +82,15 @@ def test_a_dataset_has_the_rows_of_a_file(kind, embedded, model_of, tmp_path) ->
 
 def test_a_broken_image_of_a_dataset_is_named_by_its_row(model_of, tmp_path) -> None:
     small.write(tmp_path, [])
-    (tmp_path / "red.png").write_bytes(b"no picture")
+    (tmp_path / "red.png").write_bytes(b"no image")
     path = saved(tmp_path, [*small.about_colours(2), small.asked("red.png")], embedded=True)
     read = small.Read(model_of("llava"), tmp_path, dataset_name=str(path))
     with pytest.raises(UserError) as error:
         read.rows()
-    assert str(error.value).startswith(f"{path} row 2: picture 1 is no picture: ")
+    assert str(error.value).startswith(f"{path} row 2: image 1 is no image: ")
 
 
-def test_the_same_arguments_open_no_picture_again(model_of, tmp_path) -> None:
+def test_the_same_arguments_open_no_image_again(model_of, tmp_path) -> None:
     records = small.about_colours()
     first = small.of_file(model_of("llava"), tmp_path, records)
     rows = first.rows()
@@ -100,8 +100,8 @@ def test_the_same_arguments_open_no_picture_again(model_of, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("dataset", [False, True])
-def test_a_changed_picture_gives_other_rows(dataset, model_of, tmp_path) -> None:
-    """Also where a dataset has a column of paths, and holds no pictures."""
+def test_a_changed_image_gives_other_rows(dataset, model_of, tmp_path) -> None:
+    """Also where a dataset has a column of paths, and holds no images."""
     model, turns = model_of("qwen3_vl"), small.exchange("What?", "It is green.")
     record = {"messages": turns, "images": ["green.png"]}
     read = small.of_file(model, tmp_path, [record])
@@ -132,7 +132,7 @@ def test_other_image_pixels_give_other_rows(model_of, tmp_path) -> None:
     assert seen == counts
 
 
-def test_pictures_in_the_records_themselves(model_of, tmp_path) -> None:
+def test_images_in_the_records_themselves(model_of, tmp_path) -> None:
     """As OpenAI's API takes them: data URLs in base64."""
     files = small.of_file(model_of("llava"), tmp_path, small.about_colours(5))
     expected = rows_and_batches(files)
@@ -149,7 +149,7 @@ def test_pictures_in_the_records_themselves(model_of, tmp_path) -> None:
 
 @pytest.mark.parametrize("kind", small.PLACES)
 def test_workers_make_the_same_batches(kind, model_of, tmp_path) -> None:
-    """Two rows each, some without any picture."""
+    """Two rows each, some without any image."""
     records = [small.asked(*["red.png"] * (n == 3)) for n in range(8)]
     read = small.of_file(model_of(kind), tmp_path, records)
     rows = read.rows(one_document=True)
@@ -171,7 +171,7 @@ def test_a_column_of_images_without_a_conversation(model_of, tmp_path) -> None:
     table = pa.Table.from_pylist([{"image": path, "text": "red"}], schema=images.arrow_schema)
     datasets.Dataset(table).save_to_disk(tmp_path / "dataset")
     read = small.Read(model_of("llava"), tmp_path, dataset_name=str(tmp_path / "dataset"))
-    with pytest.raises(UserError, match="row 0: pictures stand in conversations: write `messages`"):
+    with pytest.raises(UserError, match="row 0: images stand in conversations: write `messages`"):
         read.rows()
 
 
@@ -185,9 +185,9 @@ def test_a_column_of_images_without_a_conversation(model_of, tmp_path) -> None:
         {"messages": small.exchange("<image>What?", "A heron."), "image": []},
     ],
 )
-def test_a_place_without_a_picture_is_refused_beside_others(record, model_of, tmp_path) -> None:
+def test_a_place_without_a_image_is_refused_beside_others(record, model_of, tmp_path) -> None:
     read = small.of_file(model_of("qwen3_vl"), tmp_path, [small.asked("red.png"), record])
-    with pytest.raises(UserError, match="jsonl:2 has <image> in its text and no picture"):
+    with pytest.raises(UserError, match="jsonl:2 has <image> in its text and no image"):
         read.rows()
     beside_text = [small.asked("red.png"), {"text": "An <image> of RSS."}]
     assert len(small.of_file(model_of("qwen3_vl"), tmp_path, beside_text).rows())
@@ -203,7 +203,7 @@ def test_pixels_are_part_of_a_runs_data(model_of, tmp_path) -> None:
         for name in changed:
             Image.new("RGB", Image.open(folder / name).size, "black").save(folder / name)
         rows = read.rows().rows
-        return rows_identity(read.args, rows), pixels_identity(rows, read.pictures)
+        return rows_identity(read.args, rows), pixels_identity(rows, read.images)
 
     model = model_of("qwen3_vl")
     rows, pixels = identity(model, tmp_path / "a")
@@ -219,8 +219,8 @@ def test_pixels_are_part_of_a_runs_data(model_of, tmp_path) -> None:
     assert identity(other, tmp_path / "c")[1] != pixels
 
 
-def test_a_held_out_picture_is_no_part_of_what_is_trained() -> None:
-    features = datasets.Features({"pixels": SEEN["pixels"]})
+def test_a_held_out_image_is_no_part_of_what_is_trained() -> None:
+    features = datasets.Features({"pixels": IMAGE_COUNTS["pixels"]})
     hashes = datasets.Dataset.from_dict({"pixels": [5, 0, 7]}, features)
     found = [_pixels(hashes, np.array(order)) for order in ([0, 1, 2], [2, 0, 1], [0, 1])]
     assert found[0] == found[1] != found[2]

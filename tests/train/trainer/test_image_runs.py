@@ -1,4 +1,4 @@
-"""`longctx train` on conversations with pictures: exact, resumable, and refused in one line."""
+"""`longctx train` on conversations with images: exact, resumable, and refused in one line."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from longctx.errors import UserError
 from longctx.train.commands import train
 from longctx.train.output import METRICS
 
-small = pytest.importorskip("small_pictures")
+small = pytest.importorskip("small_images")
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory) -> Any:
     """The folder of a model of a kind, made once."""
-    return functools.cache(lambda kind: small.seeing_model(tmp_path_factory.mktemp(kind), kind))
+    return functools.cache(lambda kind: small.image_model(tmp_path_factory.mktemp(kind), kind))
 
 
 def summed(model: Any, documents: list[dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -84,7 +84,7 @@ SHORT = ["--max_steps", "4", "--save_steps", "2", "--logging_steps", "1", "--dty
 
 @pytest.fixture
 def flags_of(model_of, tmp_path) -> Any:
-    """The flags of a short run on conversations about pictures, for a model of a kind."""
+    """The flags of a short run on conversations about images, for a model of a kind."""
 
     def flags(kind: str, records: Sequence[Any] | None = None) -> list[str]:
         records = small.about_colours() if records is None else records
@@ -113,7 +113,7 @@ RUNS = [kind for kind in small.PLACES if kind != "qwen2_5_vl"]
 """Of the two models of Qwen's, whose rows and batches are made alike, one runs from end to end."""
 
 
-def sees(name: str) -> bool:
+def with_images(name: str) -> bool:
     return "vision" in name or "visual" in name
 
 
@@ -128,11 +128,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, flags_of, model_of, tmp_pa
     weights = [final(tmp_path / name) for name in ("whole", "parts")]
     assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
     names = changed(model_of(kind), weights[0])
-    assert names and not any(map(sees, names))
+    assert names and not any(map(with_images, names))
     files = {path.name for path in model_of(kind).iterdir()}
     assert files <= {path.name for path in (tmp_path / "whole" / "final").iterdir()}
     shutil.copy(tmp_path / "green.png", tmp_path / "red.png")  # as large, so as many tokens
-    with pytest.raises(UserError, match=r"is of another run: pictures \(files of them"):
+    with pytest.raises(UserError, match=r"is of another run: images \(files of them"):
         run(flags, tmp_path / "parts", "--resume_from_checkpoint", "true", "--max_steps", "6")
 
 
@@ -160,8 +160,8 @@ def test_no_bit_depends_on_where_a_frozen_tower_waits(lora, flags_of, tmp_path, 
 def test_train_vision_changes_what_sees(kind, flags_of, model_of, tmp_path, capsys) -> None:
     run(flags_of(kind), tmp_path / "run", "--train_vision", "--max_steps", "1")
     names = changed(model_of(kind), final(tmp_path / "run"))
-    assert {sees(name) for name in names} == {True, False}
-    assert "what sees images is trained, too" in capsys.readouterr().out
+    assert {with_images(name) for name in names} == {True, False}
+    assert "the vision tower is trained, too" in capsys.readouterr().out
 
 
 def evaluated(folder: Path) -> float:
@@ -169,7 +169,7 @@ def evaluated(folder: Path) -> float:
     return [line["eval_loss"] for line in lines if "eval_loss" in line][-1]
 
 
-def test_it_evaluates_on_pictures_of_another_file_and_held_out_ones(flags_of, tmp_path) -> None:
+def test_it_evaluates_on_images_of_another_file_and_held_out_ones(flags_of, tmp_path) -> None:
     """Of another file the loss is that of the saved model, which is not trained on it."""
     flags = [*flags_of("llava"), "--seq_len", "256"]
     (tmp_path / "other").mkdir()
@@ -188,9 +188,9 @@ def test_adapters_are_on_what_sees_if_it_trains(vision, flags_of, tmp_path) -> N
     run(flags_of("qwen3_vl"), tmp_path / "run", "--lora_r", "4", "--max_steps", "1", *vision)
     adapters = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
     assert any("language_model" in name for name in adapters)
-    seeing = {name for name in adapters if sees(name)}
-    assert bool(seeing) == bool(vision)
-    assert all(adapters[name].any() for name in seeing)  # B began as zeros
+    of_towers = {name for name in adapters if with_images(name)}
+    assert bool(of_towers) == bool(vision)
+    assert all(adapters[name].any() for name in of_towers)  # B began as zeros
 
 
 @pytest.mark.parametrize("kind", RUNS)
@@ -225,32 +225,32 @@ def refused(flags: list[str], folder: Path, monkeypatch: Any, *more: str) -> str
 
 ANSWERED = {"role": "assistant", "content": [{"type": "image", "image": "red.png"}]}
 RECORDS = {
-    "a broken picture": (small.asked("broken.png"), "picture 1 is a broken picture: "),
-    "no picture": (small.asked("red.png", "pictures.jsonl"), "picture 2 is no picture: "),
-    "a missing one": (small.asked("none.png"), "picture 1, none.png, is no file in "),
-    "a URL": (small.asked("https://a.b/c.png"), "picture 1 is a URL, and nothing is fetched"),
-    "out of the folder": (small.asked("../out.png"), "picture 1, ../out.png, leads out of "),
-    "no base64": (small.asked("data:image/png;base64,%"), "picture 1 is no base64 "),
-    "base64 of no picture": (small.asked("data:image/png;base64,AAAA"), "picture 1 is no picture"),
+    "a broken image": (small.asked("broken.png"), "image 1 is a broken image: "),
+    "no image": (small.asked("red.png", "pictures.jsonl"), "image 2 is no image: "),
+    "a missing one": (small.asked("none.png"), "image 1, none.png, is no file in "),
+    "a URL": (small.asked("https://a.b/c.png"), "image 1 is a URL, and nothing is fetched"),
+    "out of the folder": (small.asked("../out.png"), "image 1, ../out.png, leads out of "),
+    "no base64": (small.asked("data:image/png;base64,%"), "image 1 is no base64 "),
+    "base64 of no image": (small.asked("data:image/png;base64,AAAA"), "image 1 is no image"),
     "in an answer": (
         {"messages": [*small.asked()["messages"], ANSWERED]},
-        "answer 2 has a picture: models that are trained here write text alone",
+        "answer 2 has an image: models that are trained here write text alone",
     ),
     "the image token in a text": (
         small.asked("red.png", question="What does <|image_pad|> mean?"),
-        "the chat template shows 2 of 1 pictures: use one that shows each, and no '<|image_pad|>'",
+        "the chat template shows 2 of 1 images: use one that shows each, and no '<|image_pad|>'",
     ),
     "the image token in an answer": (
         small.asked("red.png", answer="<|image_pad|>"),
-        "the chat template shows 2 of 1 pictures",
+        "the chat template shows 2 of 1 images",
     ),
-    "the image token beside no picture": (
+    "the image token beside no image": (
         small.asked(question="What does <|image_pad|> mean?"),
-        "the chat template shows 1 of 0 pictures",
+        "the chat template shows 1 of 0 images",
     ),
     "the image token in text alone": (
         {"text": "What does <|image_pad|> mean?"},
-        "a text has '<|image_pad|>', which stands for a part of a picture: leave it out",
+        "a text has '<|image_pad|>', which stands for a part of an image: leave it out",
     ),
     "the image token in a completion": (
         {"prompt": "What?", "completion": "<|image_pad|>"},
@@ -275,7 +275,7 @@ def test_a_record_is_refused_by_its_line(record, flags_of, tmp_path, monkeypatch
     assert found.startswith("/pictures.jsonl:2") and said in found
 
 
-def test_a_part_of_a_picture_in_a_text(flags_of, tmp_path, monkeypatch) -> None:
+def test_a_part_of_a_image_in_a_text(flags_of, tmp_path, monkeypatch) -> None:
     """Gemma 3's place is another token."""
     flags = flags_of("gemma3", [small.asked("red.png", question="What is <image_soft_token>?")])
     found = refused(flags, tmp_path, monkeypatch)
@@ -287,14 +287,14 @@ def test_where_others_are_truncated_a_long_one_is_left_out(flags_of, tmp_path, c
     flags = flags_of("qwen3_vl", [long, small.asked("red.png")])
     run(flags, tmp_path / "run", "--long_documents", "truncate", "--max_steps", "1")
     said = capsys.readouterr().out.replace("\n", "")
-    assert "1 document with pictures left out as too long: " in said and "pictures.jsonl:1" in said
+    assert "1 document with images left out as too long: " in said and "pictures.jsonl:1" in said
 
 
 def test_all_are_too_long(flags_of, tmp_path, monkeypatch) -> None:
     long, _ = RECORDS["too long"]
     flags = flags_of("qwen3_vl", [long, long])
     assert refused(flags, tmp_path, monkeypatch, "--long_documents", "truncate") == (
-        "nothing to train on in /pictures.jsonl: 2 documents with pictures, too long for "
+        "nothing to train on in /pictures.jsonl: 2 documents with images, too long for "
         "--seq_len: raise it, or lower --image_pixels"
     )
 
@@ -306,23 +306,23 @@ def of_text(tmp_path) -> list[str]:
     return [*prepare(tmp_path / "text"), *SHORT]
 
 
-READERS = "it has pictures, which --task sft, dpo, orpo, cpo, simpo and kto of a vision-"
+READERS = "it has images, which --task sft, dpo, orpo, cpo, simpo and kto of a vision-"
 
 
-def test_pictures_are_refused_by_a_model_of_text(of_text, tmp_path, monkeypatch) -> None:
+def test_images_are_refused_by_a_model_of_text(of_text, tmp_path, monkeypatch) -> None:
     file = small.write(tmp_path, [small.asked(), small.asked("red.png")])
     found = refused(of_text, tmp_path, monkeypatch, "--train_file", str(file))
     assert found.startswith("/pictures.jsonl:2: " + READERS)
 
 
-def test_pictures_are_refused_by_other_tasks(flags_of, model_of, tmp_path, monkeypatch) -> None:
+def test_images_are_refused_by_other_tasks(flags_of, model_of, tmp_path, monkeypatch) -> None:
     flags = flags_of("gemma3", [small.asked("red.png")])
     words = ("--task", "distill", "--teacher", str(model_of("gemma3")))
     found = refused(flags, tmp_path, monkeypatch, *words)
     assert found.startswith("/pictures.jsonl:1: " + READERS)
 
 
-def test_pictures_of_a_stream_are_refused(flags_of, tmp_path, monkeypatch) -> None:
+def test_images_of_a_stream_are_refused(flags_of, tmp_path, monkeypatch) -> None:
     flags = flags_of("qwen3_vl", [small.asked("red.png")])
     at = flags.index("--train_file")
     flags[at : at + 2] = ["--dataset_name", str(tmp_path), "--streaming"]
@@ -332,14 +332,14 @@ def test_pictures_of_a_stream_are_refused(flags_of, tmp_path, monkeypatch) -> No
 
 def test_unused_columns_stay(flags_of, tmp_path, monkeypatch) -> None:
     found = refused(flags_of("llava"), tmp_path, monkeypatch, "--remove_unused_columns", "true")
-    assert found == "--remove_unused_columns would remove pictures from rows: leave it out"
+    assert found == "--remove_unused_columns would remove images from rows: leave it out"
 
 
 WITHOUT_USE = [["--train_vision"], ["--image_pixels", "64x64"]]
 
 
 @pytest.mark.parametrize("option", WITHOUT_USE)
-def test_options_of_pictures_are_refused_where_none_is_seen(
+def test_options_of_images_are_refused_where_none_is_seen(
     option, of_text, flags_of, tmp_path, monkeypatch
 ) -> None:
     for flags in (of_text, flags_of("llava", [{"text": "Of herons. " * 9}])):
@@ -361,11 +361,11 @@ def test_a_model_without_a_processor(kind, flags_of, model_of, tmp_path, monkeyp
         (tmp_path / "bare" / name).unlink(missing_ok=True)
     flags = [*flags_of(kind), "--model_name_or_path", str(tmp_path / "bare")]
     found = refused(flags, tmp_path, monkeypatch)
-    assert found.startswith("/bare has no processor that reads pictures (")
+    assert found.startswith("/bare has no processor that reads images (")
 
 
 @pytest.mark.parametrize("becomes", ["nothing", "another"])
-def test_a_picture_that_changes_under_way(becomes, flags_of, tmp_path, monkeypatch) -> None:
+def test_a_image_that_changes_under_way(becomes, flags_of, tmp_path, monkeypatch) -> None:
     """It was whole when the rows were made."""
     flags = flags_of("qwen3_vl", [small.asked("red.png")])
     load = train.load_model
@@ -383,7 +383,7 @@ def test_a_picture_that_changes_under_way(becomes, flags_of, tmp_path, monkeypat
     assert "\n" not in said and "red.png" in said
 
 
-def test_pictures_in_the_earlier_run_are_not_deleted(flags_of, tmp_path) -> None:
+def test_images_in_the_earlier_run_are_not_deleted(flags_of, tmp_path) -> None:
     """Records outside of it name them: before a model is loaded, and overwriting or resuming."""
     flags, out = flags_of("qwen3_vl"), tmp_path / "run"
     (out / "final").mkdir(parents=True)

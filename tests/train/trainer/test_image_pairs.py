@@ -1,4 +1,4 @@
-"""`longctx train` on pairs and rated answers whose prompts have pictures."""
+"""`longctx train` on pairs and rated answers whose prompts have images."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from longctx.train.commands import train
 from longctx.train.output import METRICS
 from longctx.train.tasks.scoring import attach_scoring
 
-small = pytest.importorskip("small_pictures")
+small = pytest.importorskip("small_images")
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory) -> Any:
     """The folder of a model of a kind, made once."""
-    return functools.cache(lambda kind: small.seeing_model(tmp_path_factory.mktemp(kind), kind))
+    return functools.cache(lambda kind: small.image_model(tmp_path_factory.mktemp(kind), kind))
 
 
 def loaded(folder: Path) -> Any:
@@ -140,7 +140,7 @@ def test_dpo_takes_the_steps_of_vanilla_and_evaluates(kind, flags_of, tmp_path, 
     vanilla = run(flags, tmp_path / "vanilla", "--class_type", "vanilla")
     ours = run(flags, tmp_path / "ours")
     said = capsys.readouterr().out
-    assert "6 pairs" in said and "and 5 pictures" in said and "1 row of 512" in said
+    assert "6 pairs" in said and "and 5 images" in said and "1 row of 512" in said
     assert ours[0]["rewards/margins"] == pytest.approx(0, abs=1e-6)
     assert ours[1]["rewards/margins"] > 0.01
     for a, b in zip(ours, vanilla, strict=True):
@@ -176,7 +176,7 @@ def test_text_alone_takes_the_steps_of_vanilla(kind, flags_of, tmp_path, capsys)
     vanilla = run(flags, tmp_path / "vanilla", "--class_type", "vanilla")
     ours = run(flags, tmp_path / "ours")
     said = capsys.readouterr().out
-    assert said.count("what sees images stays in host memory, frozen") == 2
+    assert said.count("the vision tower stays in host memory, frozen") == 2
     for a, b in zip(ours, vanilla, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
@@ -204,7 +204,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(flags_of, tmp_path) -> None:
     assert [line["loss"] for line in parts] == [line["loss"] for line in whole]
 
 
-def test_a_changed_picture_has_another_reference(flags_of, model_of, tmp_path) -> None:
+def test_a_changed_image_has_another_reference(flags_of, model_of, tmp_path) -> None:
     """Also where the rows' tokens are the same, as those of LLaVA are."""
     records = [small.compared("red.png"), small.compared("red.png", chosen="x")]
     flags = [*flags_of("llava", "dpo", records), "--max_steps", "1"]
@@ -216,15 +216,15 @@ def test_a_changed_picture_has_another_reference(flags_of, model_of, tmp_path) -
     assert len([*(tmp_path / "cache").glob("reference-*.arrow")]) == 2
 
 
-def test_an_example_counts_the_tokens_of_a_picture(flags_of, tmp_path, capsys) -> None:
+def test_an_example_counts_the_tokens_of_a_image(flags_of, tmp_path, capsys) -> None:
     flags = flags_of("qwen3_vl", "dpo", [small.compared("wide.png")])
     train.main([*flags, "--output_dir", str(tmp_path / "run"), "--show_example"])
     said = capsys.readouterr().out.replace(str(tmp_path), "")
     assert "/pictures.jsonl:1, prompt, " in said and "/pictures.jsonl:1, rejected, " in said
-    assert said.count("[picture, ") == 1
+    assert said.count("[image, ") == 1
 
 
-def test_options_of_pictures_without_any(flags_of, tmp_path, monkeypatch) -> None:
+def test_options_of_images_without_any(flags_of, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(train, "load_model", None)
     flags = flags_of("llava", "dpo", [small.compared()])
     with pytest.raises(UserError, match="^--image_pixels limits images, and no record has any"):

@@ -1,4 +1,4 @@
-"""A model's processor is tried before it sees pictures: without bounds, or for another model, it is
+"""A model's processor is tried before it sees images: without bounds, or for another model, it is
 refused in one line."""
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from transformers import AutoConfig, AutoTokenizer
 from longctx.errors import UserError
 from longctx.images.image_fit import misfit
 from longctx.train.options.config import DataArguments, ModelArguments
-from longctx.train.start.eyes import Eyes
+from longctx.train.start.image_processor import LazyProcessor
 
-small = pytest.importorskip("small_pictures")
+small = pytest.importorskip("small_images")
 
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory) -> Any:
-    return functools.cache(lambda kind: small.seeing_model(tmp_path_factory.mktemp(kind), kind))
+    return functools.cache(lambda kind: small.image_model(tmp_path_factory.mktemp(kind), kind))
 
 
-def eyes(model: Path) -> Eyes:
+def lazy(model: Path) -> LazyProcessor:
     config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-    return Eyes(ModelArguments(model_name_or_path=str(model)), DataArguments(), config, tokenizer)
+    model_args = ModelArguments(model_name_or_path=str(model))
+    return LazyProcessor(model_args, DataArguments(), config, tokenizer)
 
 
 @pytest.mark.parametrize("kind", small.PLACES)
 def test_a_models_own_processor_fits(kind, model_of) -> None:
-    found = eyes(model_of(kind))
-    assert found.read() is found.read() and found.pictures.tokens_of((16, 16), "it")
+    found = lazy(model_of(kind))
+    assert found.read() is found.read() and found.processor.tokens_of((16, 16), "it")
 
 
 def changed(model: Path, folder: Path, file: str, **settings: Any) -> Path:
@@ -60,9 +61,9 @@ REFUSED = {
         *("llava", PROCESSOR, dict(size={"shortest_edge": 10**6}, do_center_crop=False)),
         "GiB of memory|makes nothing|does not end",
     ),
-    "patches of no size": ("qwen3_vl", QWEN, dict(patch_size=0), "makes nothing of a picture"),
+    "patches of no size": ("qwen3_vl", QWEN, dict(patch_size=0), "makes nothing of an image"),
     "other patches": ("qwen3_vl", QWEN, dict(patch_size=8), "`pixel_values` of .* and the model"),
-    "another merge": ("qwen3_vl", QWEN, dict(merge_size=1), r"writes [\d,]+ tokens for a picture"),
+    "another merge": ("qwen3_vl", QWEN, dict(merge_size=1), r"writes [\d,]+ tokens for an image"),
     "other frames": ("qwen3_vl", QWEN, dict(temporal_patch_size=4), "`pixel_values` of"),
     "another size": ("gemma3", PROCESSOR, dict(size={"height": 32, "width": 32}), "x 32 x 32, and"),
     "another count": ("gemma3", PROCESSOR, dict(image_seq_length=9), "writes 9 tokens for a"),
@@ -77,7 +78,7 @@ def test_a_processor_without_bounds_or_for_another_model(case, model_of, tmp_pat
     model = changed(model_of(kind), tmp_path / "model", file, **settings)
     start = time.monotonic()
     with pytest.raises(UserError, match=said) as error:
-        eyes(model).read()
+        lazy(model).read()
     assert "\n" not in str(error.value) and str(model) in str(error.value)
     assert time.monotonic() - start < 60
 
@@ -86,10 +87,10 @@ def test_another_models_processor_and_none(model_of, tmp_path) -> None:
     model = shutil.copytree(model_of("gemma3"), tmp_path / "model")
     shutil.copy(model_of("llava") / PROCESSOR, model)
     with pytest.raises(UserError, match="processor of .*model"):
-        eyes(model).read()
+        lazy(model).read()
     (model / PROCESSOR).unlink()
-    with pytest.raises(UserError, match="has no processor that reads pictures"):
-        eyes(model).read()
+    with pytest.raises(UserError, match="has no processor that reads images"):
+        lazy(model).read()
 
 
 def test_mistral_3() -> None:

@@ -1,4 +1,4 @@
-"""Pictures of records: where they stand, and files of strangers."""
+"""Images of records: where they stand, and files of strangers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from longctx.errors import UserError
-from longctx.train.data.reading.picture_sources import source_of
-from longctx.train.data.reading.pictured import read_pictured
+from longctx.train.data.reading.image_records import read_with_images
+from longctx.train.data.reading.image_sources import source_of
 from longctx.train.data.reading.places import MARK, in_parts
 from longctx.train.data.reading.records import as_document
 
 Image = pytest.importorskip("PIL.Image")
-picture = pytest.importorskip("longctx.train.data.pictures.picture")
-rows = pytest.importorskip("longctx.train.data.pictures.rows")
+image = pytest.importorskip("longctx.train.data.images.image")
+rows = pytest.importorskip("longctx.train.data.images.rows")
 
 TEXT, PLACE = {"type": "text", "text": "What?"}, {"type": "image"}
 ANSWER = {"role": "assistant", "content": "A heron."}
@@ -42,7 +42,7 @@ def halves(mode: str = "RGB", size: tuple[int, int] = (8, 4)) -> Any:
 
 ASKED = [PLACE, TEXT]
 FORMS = {
-    "a part with its picture": dict(
+    "a part with its image": dict(
         messages=[{"role": "user", "content": [{"type": "image", "image": "a"}, TEXT]}, ANSWER]
     ),
     "a part with a path": dict(
@@ -52,7 +52,7 @@ FORMS = {
         messages=[{"role": "user", "content": ASKED}, ANSWER], images=["a"]
     ),
     "no place": dict(messages=[{"role": "user", "content": "What?"}, ANSWER], images=["a"]),
-    "one picture in a column": dict(
+    "one image in a column": dict(
         messages=[{"role": "user", "content": "What?"}, ANSWER], image="a"
     ),
     "LLaVA": dict(
@@ -75,15 +75,15 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_is_the_same_conversation(form) -> None:
-    content, pictures = read_pictured(FORMS[form], "text", "f:1")
+    content, images = read_with_images(FORMS[form], "text", "f:1")
     assert [*map(in_parts, content["messages"])] == [
         {"role": "user", "content": ASKED},
         {"role": "assistant", "content": [{"type": "text", "text": "A heron."}]},
     ]
-    assert pictures == ["a"] and "untrained" not in content
+    assert images == ["a"] and "untrained" not in content
 
 
-def test_openai_and_several_pictures_in_their_order() -> None:
+def test_openai_and_several_images_in_their_order() -> None:
     url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     content = [
         TEXT,
@@ -99,8 +99,8 @@ def test_openai_and_several_pictures_in_their_order() -> None:
         {"role": "user", "content": [{"type": "image", "image": "d"}]},
         ANSWER,
     ]
-    content, pictures = read_pictured({"messages": turns}, "text", "f:1")
-    assert pictures == [url["image_url"], "data:image;base64,BB==", "c", "d"]
+    content, images = read_with_images({"messages": turns}, "text", "f:1")
+    assert images == [url["image_url"], "data:image;base64,BB==", "c", "d"]
     assert [part["type"] for part in in_parts(content["messages"][1])["content"]] == [
         *("text", "image", "image", "text", "image")
     ]
@@ -110,27 +110,27 @@ def test_openai_and_several_pictures_in_their_order() -> None:
 
 def test_text_alone_has_none() -> None:
     record = dict(messages=[{"role": "user", "content": "Write <image>."}, ANSWER])
-    content, pictures = read_pictured(record, "text", "f:1")
-    assert content["messages"][0]["content"] == "Write <image>." and not pictures
+    content, images = read_with_images(record, "text", "f:1")
+    assert content["messages"][0]["content"] == "Write <image>." and not images
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (dict(images=["a", "b"]), "f:1 has 1 image parts or <image> and 2 pictures"),
-        (dict(images=[]), "f:1 has 1 image parts or <image> and 0 pictures"),
-        ({}, "f:1 has 1 image parts or <image> and 0 pictures"),
+        (dict(images=["a", "b"]), "f:1 has 1 image parts or <image> and 2 images"),
+        (dict(images=[]), "f:1 has 1 image parts or <image> and 0 images"),
+        ({}, "f:1 has 1 image parts or <image> and 0 images"),
         *(
             (
                 dict(messages=[{"role": "user", "content": [{**PLACE, "image": "a", **own}]}]),
-                f"f:1: turn 1 of `messages` has a picture with `{[*own][0]}`, which is not read",
+                f"f:1: turn 1 of `messages` has an image with `{[*own][0]}`, which is not read",
             )
             for own in (dict(resized_height=16), dict(max_pixels=9), dict(detail="low"))
         ),
-        (dict(images=[{"path": "a", "min_pixels": 4}]), "f:1: `images` has a picture with"),
+        (dict(images=[{"path": "a", "min_pixels": 4}]), "f:1: `images` has an image with"),
         (
             dict(messages=[{"role": "user", "content": [{**PLACE, **TEXT, "type": "image"}]}]),
-            "has a part with a picture and `text`",
+            "has a part with an image and `text`",
         ),
         (dict(images=["a"], image="a"), "f:1 has `images` and `image`: leave one out"),
         (dict(videos=["v"], images=["a"]), "f:1 has `videos`, which is not read: give frames"),
@@ -140,18 +140,18 @@ def test_text_alone_has_none() -> None:
         ),
         (
             dict(messages=[{"role": "user", "content": f"{MARK}"}, ANSWER], images=["a"]),
-            "which stands for a picture here",
+            "which stands for an image here",
         ),
         (
             dict(
                 messages=[{"role": "user", "content": [{"type": "image", "image": "a"}]}, ANSWER],
                 images=["b"],
             ),
-            "f:1 has pictures in turns and in a column: leave one out",
+            "f:1 has images in turns and in a column: leave one out",
         ),
         (
             dict(messages=[ANSWER], images=["a"]),
-            "f:1 has pictures and no turn of a user, before which they stand",
+            "f:1 has images and no turn of a user, before which they stand",
         ),
         (dict(messages=[{"role": "user", "content": [{"type": "x"}]}, ANSWER]), "not text"),
         (dict(messages=[{"role": "user", "content": ASKED}]), "no assistant turn"),
@@ -160,14 +160,14 @@ def test_text_alone_has_none() -> None:
         (
             dict(messages=[{"role": "user", "content": "?"}, {**ANSWER, "content": ASKED}])
             | dict(images=["a"]),
-            "f:1: answer 1 has a picture: models that are trained here write text alone",
+            "f:1: answer 1 has an image: models that are trained here write text alone",
         ),
     ],
 )
 def test_what_is_refused(change, said) -> None:
     record = dict(messages=[{"role": "user", "content": ASKED}, ANSWER]) | change
     with pytest.raises(UserError) as error:
-        as_document(record, "f:1", folder=Path("nowhere"), sees=True)
+        as_document(record, "f:1", folder=Path("nowhere"), with_images=True)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
@@ -178,7 +178,7 @@ def test_what_is_refused(change, said) -> None:
 def test_each_format(kind, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(file_of(halves("P" if kind == "GIF" else "RGB", (64, 32)), kind))
     source = source_of("a", tmp_path, "it")
-    found = picture.picture_of(source, "it")
+    found = image.open_image(source, "it")
     assert found.mode == "RGB" and found.size == (64, 32)
     assert found.getpixel((5, 5))[0] < 40 and found.getpixel((60, 5))[1] > 200
 
@@ -189,70 +189,70 @@ def test_bytes_urls_of_data_and_images_of_pillow() -> None:
     image = halves()
     for given in (data, url, {"url": url}, {"bytes": data, "path": "x.png"}, image):
         source = source_of(given, Path("nowhere"), "it")
-        assert picture.picture_of(source, "it").getpixel((7, 0)) == (220, 220, 220)
-    assert picture.picture_of(image, "it") is image
+        assert image.open_image(source, "it").getpixel((7, 0)) == (220, 220, 220)
+    assert image.open_image(image, "it") is image
 
 
 def test_transparent_parts_are_white() -> None:
     clear = Image.new("RGBA", (4, 4), (10, 20, 30, 0))
     clear.putpixel((0, 0), (10, 20, 30, 255))
     data = file_of(clear)
-    found = picture.picture_of(data, "it")
+    found = image.open_image(data, "it")
     assert found.getpixel((0, 0)) == (10, 20, 30) and found.getpixel((3, 3)) == (255, 255, 255)
     palette = Image.new("P", (4, 4), 0)
     palette.putpalette([9, 9, 9] * 256)
     data = file_of(palette, "PNG", transparency=0)
-    assert picture.picture_of(data, "it").getpixel((1, 1)) == (255, 255, 255)
-    assert not picture.is_plain(data, "it") and picture.is_plain(file_of(halves()), "it")
+    assert image.open_image(data, "it").getpixel((1, 1)) == (255, 255, 255)
+    assert not image.is_plain(data, "it") and image.is_plain(file_of(halves()), "it")
 
 
 def test_other_colours_and_depths() -> None:
     deep = Image.new("I;16", (4, 4), 220 * 256)
-    assert picture.picture_of(file_of(deep), "it").getpixel((1, 1)) == (220, 220, 220)
+    assert image.open_image(file_of(deep), "it").getpixel((1, 1)) == (220, 220, 220)
     ink = Image.new("CMYK", (16, 16), (0, 0, 0, 0))
-    assert min(picture.picture_of(file_of(ink, "JPEG"), "it").getpixel((1, 1))) > 250
+    assert min(image.open_image(file_of(ink, "JPEG"), "it").getpixel((1, 1))) > 250
     one = Image.new("1", (4, 4), 1)
-    assert picture.picture_of(file_of(one), "it").getpixel((1, 1)) == (255, 255, 255)
+    assert image.open_image(file_of(one), "it").getpixel((1, 1)) == (255, 255, 255)
     with pytest.raises(UserError, match="it has numbers of 32 bits for pixels"):
-        picture.picture_of(file_of(Image.new("F", (4, 4), 1.0), "TIFF"), "it")
+        image.open_image(file_of(Image.new("F", (4, 4), 1.0), "TIFF"), "it")
 
 
 def test_as_the_camera_was_held() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     data = file_of(halves("RGB", (64, 32)), "JPEG", exif=exif, quality=95)
-    assert picture.picture_of(data, "it").size == (32, 64)
-    assert picture.picture_of(data, "it").getpixel((5, 5))[0] < 40
-    assert not picture.is_plain(data, "it")
+    assert image.open_image(data, "it").size == (32, 64)
+    assert image.open_image(data, "it").getpixel((5, 5))[0] < 40
+    assert not image.is_plain(data, "it")
 
 
-def test_a_phones_second_picture_is_left_out() -> None:
+def test_a_phones_second_image_is_left_out() -> None:
     data = file_of(halves("RGB", (64, 32)), "MPO", save_all=True, append_images=[halves()])
-    assert picture.picture_of(data, "it").size == (64, 32)
+    assert image.open_image(data, "it").size == (64, 32)
 
 
 def refused(given: Any, folder: Path = Path("nowhere")) -> str:
     with pytest.raises(UserError) as error:
-        picture.picture_of(source_of(given, folder, "it"), "it")
+        image.open_image(source_of(given, folder, "it"), "it")
     assert "\n" not in str(error.value) and str(error.value).startswith("it")
     return str(error.value)
 
 
-def test_more_than_one_picture() -> None:
+def test_more_than_one_image() -> None:
     two = [halves("RGB"), halves("L").convert("RGB").rotate(180)]
     for kind in ("GIF", "TIFF", "WEBP", "PNG"):
         data = file_of(two[0], kind, save_all=True, append_images=two[1:])
-        assert refused(data) == "it has 2 frames or pages: give one picture"
+        assert refused(data) == "it has 2 frames or pages: give one image"
 
 
-def test_no_picture_and_half_of_one() -> None:
+def test_no_image_and_half_of_one() -> None:
     data = file_of(Image.effect_noise((64, 64), 90), "PNG")
-    assert "is no picture: PNG, JPEG" in refused(b"hello")
-    assert "is no picture" in refused(b"")
-    assert "is no picture" in refused(b"<svg xmlns='http://www.w3.org/2000/svg'/>")
-    assert "is a broken picture" in refused(data[: len(data) // 2])
+    assert "is no image: PNG, JPEG" in refused(b"hello")
+    assert "is no image" in refused(b"")
+    assert "is no image" in refused(b"<svg xmlns='http://www.w3.org/2000/svg'/>")
+    assert "is a broken image" in refused(data[: len(data) // 2])
     jpeg = file_of(Image.effect_noise((64, 64), 90), "JPEG")
-    assert "is a broken picture" in refused(jpeg[: len(jpeg) // 2])
+    assert "is a broken image" in refused(jpeg[: len(jpeg) // 2])
 
 
 def test_sizes_that_no_tower_takes(monkeypatch) -> None:
@@ -263,7 +263,7 @@ def test_sizes_that_no_tower_takes(monkeypatch) -> None:
     assert "it has 9000 x 8000 pixels: at most 67,108,864 are read" in refused(small)
     line = file_of(Image.new("L", (402, 2)))
     assert "one side is more than 200 times the other" in refused(line)
-    monkeypatch.setattr(picture, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(image, "MOST_BYTES", 2**20)
     assert "it has 2 MiB: at most 1 are read" in refused(b"x" * 2**21)
 
 
@@ -294,7 +294,7 @@ def test_paths(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"])
 def test_whatever_is_written_into_a_file(kind) -> None:
-    """A picture, or one line."""
+    """An image, or one line."""
     exif = Image.Exif()
     exif[0x0112] = 6
     options = {} if kind in ("BMP", "GIF") else {"exif": exif}
@@ -306,7 +306,7 @@ def test_whatever_is_written_into_a_file(kind) -> None:
             data[draws.randrange(min(len(data), draws.choice([64, 10**6])))] = draws.randrange(256)
         data = data[: draws.choice([len(data), draws.randrange(len(data))])]
         try:
-            assert picture.picture_of(bytes(data), "it").mode == "RGB"
+            assert image.open_image(bytes(data), "it").mode == "RGB"
         except UserError as error:
             assert str(error).startswith("it") and "\n" not in str(error)
 
@@ -338,7 +338,7 @@ def test_rows_as_datasets_keeps_them(tmp_path: Path) -> None:
     assert decoded[1]["images"] == [] and len(decoded[0]["messages"][0]["content"]) == 3
 
 
-def test_pictures_in_a_folder_of_their_own(tmp_path: Path) -> None:
+def test_images_in_a_folder_of_their_own(tmp_path: Path) -> None:
     path = written(tmp_path, ask("a.png"))
     (tmp_path / "lists").mkdir()
     path = path.rename(tmp_path / "lists" / "pictures.jsonl")
@@ -349,8 +349,8 @@ def test_pictures_in_a_folder_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        (ask("none.png"), ":2: picture 1, none.png, is no file in"),
-        (ask("a.png", "pictures.jsonl"), ":2: picture 2 is no picture"),
+        (ask("none.png"), ":2: image 1, none.png, is no file in"),
+        (ask("a.png", "pictures.jsonl"), ":2: image 2 is no image"),
         ([], ":2: expected an object"),
         (
             dict(messages=[{"role": "user", "content": "?"}, ANSWER | {"train": False}, ANSWER]),

@@ -1,1 +1,0 @@
-"""Pictures in conversations: where they stand, and files of strangers that become RGB images."""
