@@ -96,7 +96,7 @@ def test_places_keep_their_order(folder) -> None:
 
 T = PAIRS["TRL"]
 REFUSED = {
-    "more images": ({**T, "images": ["red.png"] * 2}, "has 1 image parts or <image> and 2 pict"),
+    "more images": ({**T, "images": ["red.png"] * 2}, "has 1 image parts or <image> and 2 imag"),
     "more places": (
         {**T, "prompt": [turn(USER, [PLACE, PLACE, TEXT])]},
         "has 2 image parts or <image> and 1 image",

@@ -18,7 +18,7 @@ from longctx.train.data.reading.places import MARK, in_parts
 from longctx.train.data.reading.records import as_document
 
 Image = pytest.importorskip("PIL.Image")
-image = pytest.importorskip("longctx.train.data.images.image")
+opened = pytest.importorskip("longctx.train.data.images.image")
 rows = pytest.importorskip("longctx.train.data.images.rows")
 
 TEXT, PLACE = {"type": "text", "text": "What?"}, {"type": "image"}
@@ -178,7 +178,7 @@ def test_what_is_refused(change, said) -> None:
 def test_each_format(kind, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(file_of(halves("P" if kind == "GIF" else "RGB", (64, 32)), kind))
     source = source_of("a", tmp_path, "it")
-    found = image.open_image(source, "it")
+    found = opened.open_image(source, "it")
     assert found.mode == "RGB" and found.size == (64, 32)
     assert found.getpixel((5, 5))[0] < 40 and found.getpixel((60, 5))[1] > 200
 
@@ -189,51 +189,51 @@ def test_bytes_urls_of_data_and_images_of_pillow() -> None:
     image = halves()
     for given in (data, url, {"url": url}, {"bytes": data, "path": "x.png"}, image):
         source = source_of(given, Path("nowhere"), "it")
-        assert image.open_image(source, "it").getpixel((7, 0)) == (220, 220, 220)
-    assert image.open_image(image, "it") is image
+        assert opened.open_image(source, "it").getpixel((7, 0)) == (220, 220, 220)
+    assert opened.open_image(image, "it") is image
 
 
 def test_transparent_parts_are_white() -> None:
     clear = Image.new("RGBA", (4, 4), (10, 20, 30, 0))
     clear.putpixel((0, 0), (10, 20, 30, 255))
     data = file_of(clear)
-    found = image.open_image(data, "it")
+    found = opened.open_image(data, "it")
     assert found.getpixel((0, 0)) == (10, 20, 30) and found.getpixel((3, 3)) == (255, 255, 255)
     palette = Image.new("P", (4, 4), 0)
     palette.putpalette([9, 9, 9] * 256)
     data = file_of(palette, "PNG", transparency=0)
-    assert image.open_image(data, "it").getpixel((1, 1)) == (255, 255, 255)
-    assert not image.is_plain(data, "it") and image.is_plain(file_of(halves()), "it")
+    assert opened.open_image(data, "it").getpixel((1, 1)) == (255, 255, 255)
+    assert not opened.is_plain(data, "it") and opened.is_plain(file_of(halves()), "it")
 
 
 def test_other_colours_and_depths() -> None:
     deep = Image.new("I;16", (4, 4), 220 * 256)
-    assert image.open_image(file_of(deep), "it").getpixel((1, 1)) == (220, 220, 220)
+    assert opened.open_image(file_of(deep), "it").getpixel((1, 1)) == (220, 220, 220)
     ink = Image.new("CMYK", (16, 16), (0, 0, 0, 0))
-    assert min(image.open_image(file_of(ink, "JPEG"), "it").getpixel((1, 1))) > 250
+    assert min(opened.open_image(file_of(ink, "JPEG"), "it").getpixel((1, 1))) > 250
     one = Image.new("1", (4, 4), 1)
-    assert image.open_image(file_of(one), "it").getpixel((1, 1)) == (255, 255, 255)
+    assert opened.open_image(file_of(one), "it").getpixel((1, 1)) == (255, 255, 255)
     with pytest.raises(UserError, match="it has numbers of 32 bits for pixels"):
-        image.open_image(file_of(Image.new("F", (4, 4), 1.0), "TIFF"), "it")
+        opened.open_image(file_of(Image.new("F", (4, 4), 1.0), "TIFF"), "it")
 
 
 def test_as_the_camera_was_held() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     data = file_of(halves("RGB", (64, 32)), "JPEG", exif=exif, quality=95)
-    assert image.open_image(data, "it").size == (32, 64)
-    assert image.open_image(data, "it").getpixel((5, 5))[0] < 40
-    assert not image.is_plain(data, "it")
+    assert opened.open_image(data, "it").size == (32, 64)
+    assert opened.open_image(data, "it").getpixel((5, 5))[0] < 40
+    assert not opened.is_plain(data, "it")
 
 
 def test_a_phones_second_image_is_left_out() -> None:
     data = file_of(halves("RGB", (64, 32)), "MPO", save_all=True, append_images=[halves()])
-    assert image.open_image(data, "it").size == (64, 32)
+    assert opened.open_image(data, "it").size == (64, 32)
 
 
 def refused(given: Any, folder: Path = Path("nowhere")) -> str:
     with pytest.raises(UserError) as error:
-        image.open_image(source_of(given, folder, "it"), "it")
+        opened.open_image(source_of(given, folder, "it"), "it")
     assert "\n" not in str(error.value) and str(error.value).startswith("it")
     return str(error.value)
 
@@ -263,7 +263,7 @@ def test_sizes_that_no_tower_takes(monkeypatch) -> None:
     assert "it has 9000 x 8000 pixels: at most 67,108,864 are read" in refused(small)
     line = file_of(Image.new("L", (402, 2)))
     assert "one side is more than 200 times the other" in refused(line)
-    monkeypatch.setattr(image, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(opened, "MOST_BYTES", 2**20)
     assert "it has 2 MiB: at most 1 are read" in refused(b"x" * 2**21)
 
 
@@ -306,7 +306,7 @@ def test_whatever_is_written_into_a_file(kind) -> None:
             data[draws.randrange(min(len(data), draws.choice([64, 10**6])))] = draws.randrange(256)
         data = data[: draws.choice([len(data), draws.randrange(len(data))])]
         try:
-            assert image.open_image(bytes(data), "it").mode == "RGB"
+            assert opened.open_image(bytes(data), "it").mode == "RGB"
         except UserError as error:
             assert str(error).startswith("it") and "\n" not in str(error)
 

@@ -94,12 +94,17 @@ def tokens_of(
         )
         order = range(len(mapped))
         columns: Iterable[dict[str, Any]] = (
-            map(vars, pieces_of(mapped, order))
+            map(_columns_of_piece, pieces_of(mapped, order))
             if rows == "text"
             else map(columns_of, groups_of(mapped, order))
         )
         named = ({name: found[name] for name in features} for found in columns)
         return write_arrow(path, features, named)
+
+
+def _columns_of_piece(piece: Piece) -> dict[str, Any]:
+    """A row of IMAGE_TOKEN_FEATURES, whose file calls images pictures."""
+    return vars(piece) | {"pictures": piece.images}
 
 
 def _features(rows: Rows, *, with_images: bool) -> Features:
@@ -148,7 +153,7 @@ class _Tokenise:
         documents = [*map(self.reader, records, numbers)]
         if self.reader.rows == "text":
             pieces = encode(documents, self.tokenizer, self.vocab_size, self.images)
-            columns = [vars(piece) for piece in pieces]
+            columns = [*map(_columns_of_piece, pieces)]
         else:
             given = [document for document in documents if document]
             groups = encode_groups(given, self.tokenizer, self.vocab_size, self.images)
