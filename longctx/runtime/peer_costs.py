@@ -26,7 +26,7 @@ from longctx.cost.rates import SECONDS
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work
 from longctx.head.loss import loss_cost
-from longctx.layer.specs.attention_cost import attention_flops
+from longctx.layer.specs.attention_sizes import attention_flops
 from longctx.layer.specs.attention_spec import AttentionSpec
 from longctx.layer.specs.experts_spec import ExpertsSpec
 from longctx.layer.specs.mlp_spec import MlpSpec

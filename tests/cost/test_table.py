@@ -17,7 +17,7 @@ from longctx.cost.rates import AttentionRates, Rates
 from longctx.cost.seconds import priced
 from longctx.cost.sizes import Batch, Cut, default_head_groups, default_tile_tokens
 from longctx.cost.table import Keepable, Table, Work, load
-from longctx.layer.specs.attention_cost import attention_flops
+from longctx.layer.specs.attention_sizes import attention_flops
 from longctx.layer.specs.attention_spec import AttentionSpec
 from longctx.layer.specs.mlp_spec import MlpSpec
 from longctx.memory.candidates import candidates, sets

@@ -1,4 +1,5 @@
-"""What attention of a decoder layer is (parts/attention.py); attention_cost.py has what it costs.
+"""What attention of a decoder layer is (parts/attention.py). Its sizes, and what they cost, are in
+attention_sizes.py.
 
 T tokens, D hidden size, H query heads and K key/value heads of d columns.
 """
@@ -9,12 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from longctx.cost.dims import LayerKind
-from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import Table
-from longctx.layer.specs.attention_cost import attention_cost
+from longctx.layer.specs.attention_sizes import AttentionSizes
 from longctx.layer.specs.part_spec import (
-    PartSpec,
     Paths,
     Shape,
     head_dim,
@@ -30,12 +27,9 @@ QK_NORMS = {"q_norm": f"{ATTENTION}.q_norm", "k_norm": f"{ATTENTION}.k_norm"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSpec(PartSpec):
+class AttentionSpec(AttentionSizes):
     """Attention of one layer. The defaults are Llama's."""
 
-    heads: int  # H
-    kv_heads: int  # K
-    head_dim: int  # d
     path: str = ATTENTION
     """The path of the module."""
     modules: Paths = field(default_factory=lambda: {ATTENTION: "Attention"}, hash=False)
@@ -49,10 +43,6 @@ class AttentionSpec(PartSpec):
     """Multiplies attention's scores before the softmax."""
     score_factor: float = 1.0
     """Multiplies the scores, too: the factors of q and of k together."""
-    score_cap: float | None = None
-    """The softcap of attention's scores."""
-    window: int | None = None
-    """A token attends to itself and the window - 1 tokens before it; None: to all before it."""
     rope: str | None = field(default="all", compare=False)  # all kinds of RoPE cost the same
     """The name of its RoPE in `Schedule.ropes`; None: the layer has none."""
     interleaved: bool = False
@@ -61,11 +51,6 @@ class AttentionSpec(PartSpec):
     """Hugging Face's cosines and sines have a column for each pair, instead of each feature."""
     norms_rotated: bool = False
     """The norms of q and k come after RoPE."""
-    wide_norms: bool = False
-    """The norms of q and k are over all heads together, instead of each head."""
-    output_gate: bool = False
-    """q's projection also has the rows of a gate of o, those of each head after the head's own
-    (parts/output_gate.py)."""
     drops: bool = True
     """The module has a setting by which it may drop some of its weights."""
 
@@ -74,45 +59,6 @@ class AttentionSpec(PartSpec):
         d = head_dim(config)
         own = dict(heads=config.num_attention_heads, kv_heads=kv_heads(config), head_dim=d)
         return super().usual(config) | own | {"scale": d**-0.5}
-
-    # --- its sizes --------------------------------------------------------------------------
-
-    @property
-    def wide(self) -> int:
-        """Columns of q and of attention's output, all query heads together."""
-        return self.heads * self.head_dim
-
-    @property
-    def narrow(self) -> int:
-        """Columns of k, and of v, all key/value heads together."""
-        return self.kv_heads * self.head_dim
-
-    @property
-    def qk_norms(self) -> bool:
-        """Whether each head of q and k has a norm. Attention then takes copies."""
-        return "q_norm" in self.norms and not self.wide_norms
-
-    @property
-    def of_all_heads(self) -> bool:
-        """Whether q and k have norms over all heads."""
-        return "q_norm" in self.norms and self.wide_norms
-
-    @property
-    def sinks(self) -> bool:
-        """Whether each head has an attention sink."""
-        return "sinks" in self.parameters
-
-    @property
-    def scores(self) -> tuple[int, bool]:
-        return self.head_dim, self.score_cap is not None
-
-    @property
-    def kv_heads_in_groups(self) -> int:
-        return self.kv_heads
-
-    @property
-    def widest(self) -> int:
-        return max(self.hidden, self.wide)
 
     # --- its parameters and modules ---------------------------------------------------------
 
@@ -153,6 +99,3 @@ class AttentionSpec(PartSpec):
         rotates = self.rope is not None
         if bool(state.get("use_rope", rotates)) != rotates:
             yield "RoPE where the configuration has none, or none where it has,"
-
-    def cost(self, s: Sizes, kind: LayerKind, batch: Batch) -> Table:
-        return attention_cost(s, self, kind, batch)

@@ -22,7 +22,7 @@ from longctx.cost.sizes import Batch
 from longctx.cost.table import load
 from longctx.errors import UserError
 from longctx.families.family import head_dim
-from longctx.layer.specs.attention_cost import attention_flops
+from longctx.layer.specs.attention_sizes import attention_flops
 from longctx.layer.specs.attention_spec import AttentionSpec
 from longctx.loop.metrics import attended
 from longctx.runtime.costs import StepTable
