@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -34,7 +34,7 @@ from longctx.families.families import (
     layer_specs,
     layers_of,
 )
-from longctx.families.family import part_of
+from longctx.families.family import Layer, part_of
 from longctx.families.strangers import forward_name, has_known_loss, why_not_chunked
 from longctx.forwards.attach import Forward
 from longctx.forwards.said import untraced
@@ -59,26 +59,30 @@ def why_not_part(config: PretrainedConfig, part: str) -> str | None:
     """Returns why models of this configuration cannot take a part; None if they can."""
     family = family_of(config)
     assert family is not None
-    centred = family.norm.spec(eps=1.0).centred
+    layers, centred = layer_specs(config), family.norm.spec(eps=1.0).centred
     if part == "rms_norm" and centred:
         return "its norms are LayerNorms: layer_norm"
     if part == "layer_norm" and not centred:
         return "its norms are RMSNorms: rms_norm"
     if part == "rope" and not family.rotary:
         return "they have no RoPE"
-    first = layer_specs(config)[0]
-    attends, mlp = first.part(AttentionSpec), first.part(MlpSpec)
+    attends = next((spec for x in layers if (spec := x.part(AttentionSpec))), None)
     if part == "rope" and attends and attends.interleaved:
         return "its RoPE rotates neighbours, and the part rotates halves"
     if part == "rope" and attends and attends.half_tables:
         return "its cosines and sines have half the columns that the part reads"
-    if part in _GATED:
+    return _why_not_gated(layers, part) if part in _GATED else None
+
+
+def _why_not_gated(layers: Sequence[Layer], part: str) -> str | None:
+    """Returns why MLPs cannot take a part that computes their gate, in any layer."""
+    for mlp in (layer.part(MlpSpec) for layer in layers):
         if mlp is None or not mlp.gated:
             return "its MLP has no gate"
         if "mlp" not in mlp.modules:
             return "its MLP has linear layers of other names"
-        if (activation := mlp.activation) != _GATED[part]:
-            return f"its MLP is of {next(n for n, a in _GATED.items() if a == activation)}"
+        if mlp.activation != _GATED[part]:
+            return f"its MLP is of {next(n for n, a in _GATED.items() if a == mlp.activation)}"
     return None
 
 

@@ -333,11 +333,12 @@ def test_the_plan_counts_all_parameters_and_the_products_of_chosen_experts(famil
     assert subject.parameters.total == sum(p.numel() for p in trained)
     assert not subject.parameters.adapters
     kinds = StepTable.of(sizes, Batch(1, 1)).kinds
-    assert {kind.experts > 0 for kind in sizes.kinds} == {True, *([False] * (family in DENSE_TOO))}
-    for kind, table in zip(sizes.kinds, kinds, strict=True):
-        stack = 3 * config.hidden_size * kind.intermediate
-        assert load(table.forward).at("grouped") == 2 * kind.chosen * stack
-        assert kind.chosen == (config.num_experts_per_tok if kind.experts else 0)
+    specs = [kind.part(ExpertsSpec) for kind in sizes.kinds]
+    assert {spec is None for spec in specs} == {False, *([True] * (family in DENSE_TOO))}
+    for spec, table in zip(specs, kinds, strict=True):
+        chosen = config.num_experts_per_tok if spec else 0
+        stack = 3 * config.hidden_size * spec.width if spec else 0
+        assert load(table.forward).at("grouped") == 2 * chosen * stack
 
 
 @pytest.mark.parametrize(

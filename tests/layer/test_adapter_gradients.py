@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longctx.cost.dims import LayerSpec
 from longctx.layer.adapters.lora import Lora
 from longctx.layer.gradients import Gradients
 from longctx.layer.linear import WeightGradient
-from longctx.layer.parts.attention import SelfAttention
 from longctx.layer.projection import ProjectionGradient
+from longctx.layer.specs.attention_spec import AttentionSpec
 from longctx.layer.weights import Weights
 
 ROWS = slice(0, 6)
@@ -34,7 +35,9 @@ def test_only_several_parts_are_stacked(names: str, stacks: int) -> None:
     own = {"a": torch.randn(2, 8), "b": torch.randn(outputs, 2)}
     given = {"q": torch.randn(16, 8), "o": torch.randn(8, 8)}
     given |= {f"{held}.{name}": x for name, x in own.items()}
-    w = Weights.of(given, [SelfAttention], {held: Lora(scale=1.5)}, torch.float32)
+    sizes = dict(hidden=8, heads=2, kv_heads=1, head_dim=4)
+    spec = AttentionSpec(**sizes, scale=0.5, linears={"q": "", "o": ""})
+    w = Weights.of(given, LayerSpec(parts=(spec,)), {held: Lora(scale=1.5)}, torch.float32)
     grads = Gradients(w, [f"{held}.a", f"{held}.b"], 1)
     found: dict[str, ProjectionGradient] = {
         name: grads.projection(name, WeightGradient(False)) for name in names

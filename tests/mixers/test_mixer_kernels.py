@@ -12,9 +12,9 @@ from transformers import AutoConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from exactness import DEVICE, assert_exact
-from longctx.families import hybrids
 from longctx.kernels import launch
 from longctx.kernels.state_space import scan_reference
+from longctx.layer.specs.mixer_spec import MixerSpec
 from longctx.mixers import mixer_kernels
 from longctx.mixers.mixer_kernels import OurConvolution, our_gated_norm, our_recurrence
 from longctx.mixers.mixers import Carried, ModelsMixer
@@ -89,6 +89,15 @@ def test_a_gated_norm_is_ours_while_the_mixer_runs() -> None:
     assert isinstance(norm, nn.Module) and "forward" in vars(norm)
 
 
+SPEC = MixerSpec(
+    hidden=1,
+    path="mamba",
+    module="MambaLayer",
+    kind="mamba",
+    gated_norm="norm",
+    gate_first=True,
+    state=(0, 0),
+)
 MAMBA: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid": (
         "GraniteMoeHybridMambaLayer",
@@ -146,7 +155,7 @@ def test_a_mamba_with_our_kernels_is_as_exact_as_in_plain_torch(kind, monkeypatc
     ran: list[Any] = []
     with monkeypatch.context() as changed:
         changed.setattr(launch, "INTERPRETED", DEVICE == "cpu")
-        ours = in_segments(module, ModelsMixer(module, hybrids.MAMBA), n, dy)
+        ours = in_segments(module, ModelsMixer(module, SPEC), n, dy)
         changed.setattr(mixer_kernels, "scan", lambda *x: ran.append(x) or scan_reference(*x))
         naive = in_segments(module, plain, n, dy)
     assert len(ran) == 2

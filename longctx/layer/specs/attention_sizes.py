@@ -136,8 +136,7 @@ class AttentionSizes(PartSpec):
                 kept_input(s, batch),
                 Keepable(
                     name="o",
-                    nbytes=tokens
-                    * (self.wide * s.itemsize + 4 * self.heads + 8 * self.of_all_heads),
+                    nbytes=tokens * (self.wide * s.itemsize + 4 * self.heads + rstd),
                     tensors=2 + self.of_all_heads,
                     spares=(projected, measured, attended, edges, sinks),
                     word="o",

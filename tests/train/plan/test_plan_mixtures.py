@@ -21,6 +21,8 @@ from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Table, load
 from longctx.errors import UserError
 from longctx.families.classes import without_storage
+from longctx.layer.specs.experts_spec import ExpertsSpec
+from longctx.layer.specs.mlp_spec import MlpSpec
 from longctx.runtime.costs import StepTable
 from longctx.runtime.peer_costs import COUNTED
 from longctx.runtime.peers import peer_sizes
@@ -88,11 +90,11 @@ def test_experts_hold_what_is_counted(family, trained) -> None:
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).requires_grad_(trained)
     experts = model.model.layers[0].mlp.experts
     sizes = peer_sizes(model, "vanilla", 2)
-    kind = sizes.kinds[sizes.of_layer[0]]
-    assert kind.fp32_weights == wide
+    spec = sizes.kinds[sizes.of_layer[0]].one(ExpertsSpec)
+    assert spec.fp32_weights == wide
     x = torch.randn(tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    weights = torch.rand(tokens, kind.chosen, dtype=torch.float32 if wide else torch.bfloat16)
-    ids = torch.rand(tokens, kind.experts).argsort(1)[:, : kind.chosen]
+    weights = torch.rand(tokens, spec.chosen, dtype=torch.float32 if wide else torch.bfloat16)
+    ids = torch.rand(tokens, spec.experts).argsort(1)[:, : spec.chosen]
     weights.requires_grad_()
 
     def both() -> None:
@@ -102,9 +104,9 @@ def test_experts_hold_what_is_counted(family, trained) -> None:
     count = COUNTED["vanilla"]
     spared = [(not trained) * n for n in count.of_weights]
     slot = count.slots[0] + wide * count.wide[0] - spared[0]
-    slot = (slot + 2 / kind.chosen) * config.hidden_size  # dy and dx
-    slot += (count.features[0] - spared[1]) * kind.intermediate
-    assert most == pytest.approx(2 * tokens * kind.chosen * slot, rel=0.02)
+    slot = (slot + 2 / spec.chosen) * config.hidden_size  # dy and dx
+    slot += (count.features[0] - spared[1]) * spec.width
+    assert most == pytest.approx(2 * tokens * spec.chosen * slot, rel=0.02)
 
 
 def test_layers_without_experts_are_a_kind_of_their_own() -> None:
@@ -112,8 +114,9 @@ def test_layers_without_experts_are_a_kind_of_their_own() -> None:
     sizes = peer_sizes(model, "vanilla", 4)
     assert sizes.of_layer == (0, 1, 0)
     sparse, dense = sizes.kinds
-    assert (sparse.experts, sparse.chosen, sparse.intermediate, sparse.shared) == (6, 2, 96, 112)
-    assert (dense.experts, dense.intermediate, dense.gated) == (0, 160, True)
+    spec, mlp = sparse.one(ExpertsSpec), dense.one(MlpSpec)
+    assert (spec.experts, spec.chosen, spec.width, spec.shared_width) == (6, 2, 96, 112)
+    assert dense.part(ExpertsSpec) is None and (mlp.width, mlp.gated) == (160, True)
 
 
 @pytest.mark.parametrize("targets", [None, ["q_proj", "o_proj"], ["experts"]])
