@@ -12,7 +12,6 @@ from paths import ROOT
 PACKAGE = ROOT / "longctx"
 MODULES = {
     "attention": "a part of our layer, and what class_type any puts into Hugging Face's layers",
-    "beside": "a frozen model beside the one that trains, and two parts of one block",
     "gradients": "of a layer in backward, and in `parameter.grad` as loops want them",
     "images": "the attention of images that see both ways, and what images cost",
     "loss": "the chunked loss of lm_head, and its place in class_type any",
@@ -29,7 +28,6 @@ MODULES = {
 }
 """Module names that several rooms have, and what each of the files is."""
 CLASSES = {
-    "Block": "of layers by their dimensions, and of states that move together",
     "Counted": "bytes and FLOPs of what may be kept, and elements of a peer's layer with experts",
     "Gradients": "of a head, and of a layer's weights",
     "Group": "of heads, and of prompts that share a prefix",

@@ -2,7 +2,7 @@
 
     causal_forward     reads the labels, and hands the others on to the base model
     base_forward       decides whether the schedule covers the call (forwards/covered.py)
-    scheduled_forward  computes the tokens (forwards/tokens.py)
+    scheduled_forward  computes the tokens (forwards/computed_tokens.py)
 
 A causal model and its base model each make a `Call` of what reached them, since wrappers of
 engines and trainers may change tensors on the way.

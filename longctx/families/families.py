@@ -330,7 +330,9 @@ _DECLARED: dict[int, _Declared] = {}
 def layer_specs(config: PretrainedConfig) -> tuple[Layer, ...]:
     """Returns what each layer of a known family is, by the model's configuration; nothing for an
     unknown family. A forward asks for this several times, so it is made once, and again when a
-    value of the configuration has changed."""
+    value of the configuration has changed. Of a vision-language model's configuration it is that
+    of the text model."""
+    config = config.get_text_config()
     made = _DECLARED.get(id(config))
     if made is not None and made.config() is config and made.values == vars(config):
         return made.layers
@@ -466,7 +468,7 @@ def mixes(config: PretrainedConfig) -> bool:
 def windows(config: PretrainedConfig) -> list[int | None]:
     """Returns the window of each layer; None for each layer of an unknown family."""
     if family_of(config) is None:
-        return config.num_hidden_layers * [None]
+        return config.get_text_config().num_hidden_layers * [None]
     specs = (layer.part(AttentionSpec) for layer in layer_specs(config))
     return [None if spec is None else spec.window for spec in specs]
 

@@ -23,7 +23,6 @@ from longctx.families.families import (
 from longctx.families.strangers import why_not_scheduled
 from longctx.forwards.covered import Covered
 from longctx.forwards.said import known_runtime, say
-from longctx.forwards.tokens import Tokens
 from longctx.layer.balance import Balance, RouterLogits, with_said
 from longctx.mixers.mixers import why_slow
 from longctx.runtime.graphs import graphed
@@ -37,7 +36,7 @@ def scheduled_forward(base: Any, call: Call, covered: Covered) -> Tensor | str: 
     runtime, caller = known_runtime(base), call.caller
     x = _embedded(base, call, runtime)
     rows, deepstack = x.shape, call.deepstack(base)
-    tokens = Tokens.of(base, call, covered, x)
+    tokens = ComputedTokens.of(base, call, covered, x)
     caller.padded = tokens.computed is not None and covered.padding is None
     x = tokens.taken(x)
     if torch.is_grad_enabled():
@@ -114,7 +113,7 @@ class _Routers(NamedTuple):
     expert_ids: tuple[Tensor | None, ...]  # (computed, k) each
 
     @classmethod
-    def of(cls, base: Any, call: Call, covered: Covered, tokens: Tokens) -> _Routers:
+    def of(cls, base: Any, call: Call, covered: Covered, tokens: ComputedTokens) -> _Routers:
         chosen = chosen_of(base, call.expert_ids, tokens.numbers)
         logits = RouterLogits() if call.caller.router_logits is not None else None
         if not call.caller.balances:
@@ -128,7 +127,7 @@ class _Routers(NamedTuple):
         assert experts is not None
         return cls(Balance(experts.router, times, shards), logits, chosen)
 
-    def tell(self, x: Tensor, caller: Caller, tokens: Tokens) -> Tensor:  # (computed, D)
+    def tell(self, x: Tensor, caller: Caller, tokens: ComputedTokens) -> Tensor:  # (computed, D)
         """Tells the caller the auxiliary loss, or the logits of routers. Returns x, whose backward
         hands the gradients of either to the layers."""
         if self.balance is not None:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from longctx.constants import IGNORE_INDEX
-from longctx.head.pieces import Head, Piece, Rows
+from longctx.head.pieces import Head, LogitsPiece, Rows
 from longctx.head.stream import (
     KeptObjective,
     Reduction,
@@ -86,12 +86,12 @@ class _Divergence(KeptObjective):
     def __init__(self, how: How) -> None:
         self._how, self.divisor = how, how.temperature
 
-    def find(self, piece: Piece, labels: Tensor) -> kernel.Divergence:
+    def find(self, piece: LogitsPiece, labels: Tensor) -> kernel.Divergence:
         student, teacher = piece.logits
         return kernel.divergence(student, teacher, self._how)
 
     def write_gradient(
-        self, piece: Piece, labels: Tensor, found: Any, d_values: Sequence[Tensor | None]
+        self, piece: LogitsPiece, labels: Tensor, found: Any, d_values: Sequence[Tensor | None]
     ) -> None:
         assert piece.d_logits is not None
         (student, teacher), (weights,) = piece.logits, d_values

@@ -28,7 +28,7 @@ from torch import Tensor
 from longctx.constants import IGNORE_INDEX
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Table, Work
-from longctx.head.pieces import Piece, RowCount, Rows
+from longctx.head.pieces import LogitsPiece, RowCount, Rows
 from longctx.head.stream import (
     KeptObjective,
     check_labels,
@@ -85,11 +85,11 @@ class _LogProbs(KeptObjective):
         self.divisor = temperature
         self._options: dict[str, Any] = {"temperature": temperature, "softcap": softcap}
 
-    def find(self, piece: Piece, labels: Tensor) -> kernel.LogProbs:
+    def find(self, piece: LogitsPiece, labels: Tensor) -> kernel.LogProbs:
         return kernel.log_softmax(piece.logits[0], labels, **self._options)
 
     def write_gradient(
-        self, piece: Piece, labels: Tensor, found: Any, d_values: Sequence[Tensor | None]
+        self, piece: LogitsPiece, labels: Tensor, found: Any, d_values: Sequence[Tensor | None]
     ) -> None:
         assert piece.d_logits is not None
         named = dict(zip(self.outputs, d_values, strict=False))

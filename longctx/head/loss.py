@@ -31,7 +31,7 @@ from torch import Tensor
 
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Table, Work
-from longctx.head.pieces import Piece, RowCount, Rows
+from longctx.head.pieces import LogitsPiece, RowCount, Rows
 from longctx.head.stream import (
     Objective,
     Reduction,
@@ -97,11 +97,11 @@ class _CrossEntropy(Objective):
         self._labels = rows.labels
         self.values = (torch.empty(len(rows), dtype=dtype, device=rows.labels.device),)
 
-    def forward(self, piece: Piece, scale: Tensor) -> None:
+    def forward(self, piece: LogitsPiece, scale: Tensor) -> None:
         more: dict[str, Any] = {"d_logits": piece.d_logits, "scale": scale, **self._terms._asdict()}
         self.values[0][piece.part] = cross_entropy_forward(*self._scaled(piece), **more)
 
-    def _scaled(self, piece: Piece) -> tuple[Tensor, Tensor]:
+    def _scaled(self, piece: LogitsPiece) -> tuple[Tensor, Tensor]:
         """Returns the divided logits and the labels."""
         (z,) = piece.logits
         return z if self.divisor == 1.0 else z.div_(self.divisor), self._labels[piece.part]
@@ -116,13 +116,13 @@ class _EachCrossEntropy(_CrossEntropy):
         super().prepare(rows, dtype)
         self._lse = torch.empty_like(self.values[0])
 
-    def forward(self, piece: Piece, scale: Tensor) -> None:
+    def forward(self, piece: LogitsPiece, scale: Tensor) -> None:
         if piece.d_logits is not None:
             return super().forward(piece, scale)
         found = cross_entropy_rows(*self._scaled(piece), self._terms)
         self.values[0][piece.part], self._lse[piece.part] = found
 
-    def backward(self, piece: Piece, d_values: Sequence[Tensor | None]) -> None:
+    def backward(self, piece: LogitsPiece, d_values: Sequence[Tensor | None]) -> None:
         (scale,) = d_values
         assert scale is not None and piece.d_logits is not None
         given = *self._scaled(piece), self._lse[piece.part], scale, piece.d_logits

@@ -239,7 +239,7 @@ class Gradients:
         return self.hidden, self.weight, self.bias
 
 
-class Piece(NamedTuple):
+class LogitsPiece(NamedTuple):
     """The logits of some rows, which may be overwritten, and where their gradient goes."""
 
     logits: list[Tensor]  # of each head: (rows, V)
@@ -250,7 +250,7 @@ class Piece(NamedTuple):
 def stream(
     heads: Sequence[Head],
     rows: Rows,
-    compute: Callable[[Piece], None],
+    compute: Callable[[LogitsPiece], None],
     gradients: Gradients | None,
     logits_bytes: int,
     in_place: bool = False,
@@ -272,6 +272,6 @@ def stream(
                 if head.bias is not None:
                     z += head.bias
             g = work.gradient(part) if grad else None
-            compute(Piece(logits, slice(start + part.start, start + part.stop), g))
+            compute(LogitsPiece(logits, slice(start + part.start, start + part.stop), g))
         if gradients is not None:
             gradients.add(work.gradients(stop - start), hs[0], start)

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from longctx.constants import IGNORE_INDEX
 from longctx.cost.sizes import default_logits_bytes
-from longctx.head.pieces import Gradients, Head, Piece, Rows, stream, wide_dtype
+from longctx.head.pieces import Gradients, Head, LogitsPiece, Rows, stream, wide_dtype
 from longctx.kernels.annotate import annotated
 from longctx.kernels.launch import check_float, check_shape, once_differentiable
 from longctx.kernels.scale import scale_into
@@ -67,11 +67,11 @@ class Objective:
         """Makes room for the values; `dtype` is that of logits."""
         raise NotImplementedError
 
-    def forward(self, piece: Piece, scale: Tensor) -> None:
+    def forward(self, piece: LogitsPiece, scale: Tensor) -> None:
         """Writes the values and, if it is wanted, scale () * divisor * the first one's gradient."""
         raise NotImplementedError
 
-    def backward(self, piece: Piece, d_values: Sequence[Tensor | None]) -> None:
+    def backward(self, piece: LogitsPiece, d_values: Sequence[Tensor | None]) -> None:
         """Writes divisor * the gradient of sum d_values * values, with d_values (rows,) of the
         piece, 0 where the label is ignored."""
         raise NotImplementedError
@@ -85,12 +85,12 @@ class KeptObjective(Objective):
     kind: Any
     """The NamedTuple of what is found, a tensor (rows,) each, which `kind.empty` makes room for."""
 
-    def find(self, piece: Piece, labels: Tensor) -> Iterable[Tensor]:
+    def find(self, piece: LogitsPiece, labels: Tensor) -> Iterable[Tensor]:
         """Returns what is found of the piece's rows."""
         raise NotImplementedError
 
     def write_gradient(
-        self, piece: Piece, labels: Tensor, found: Any, d_values: Sequence[Tensor | None]
+        self, piece: LogitsPiece, labels: Tensor, found: Any, d_values: Sequence[Tensor | None]
     ) -> None:
         """Does what `backward` does, from what was found of the piece's rows."""
         raise NotImplementedError
@@ -100,14 +100,14 @@ class KeptObjective(Objective):
         self._found = self.kind.empty(len(rows), dtype, rows.labels.device)
         self.values = tuple(getattr(self._found, name) for name in self.outputs)
 
-    def forward(self, piece: Piece, scale: Tensor) -> None:
+    def forward(self, piece: LogitsPiece, scale: Tensor) -> None:
         found = self.find(piece, self._rows.labels[piece.part])
         for kept, new in zip(self._found, found, strict=True):
             kept[piece.part] = new
         if piece.d_logits is not None:
             self.backward(piece, [self._rows.weights(scale, piece.part)])
 
-    def backward(self, piece: Piece, d_values: Sequence[Tensor | None]) -> None:
+    def backward(self, piece: LogitsPiece, d_values: Sequence[Tensor | None]) -> None:
         found = self.kind(*(x[piece.part] for x in self._found))
         self.write_gradient(piece, self._rows.labels[piece.part], found, d_values)
 
@@ -139,7 +139,7 @@ class _Reduced(torch.autograd.Function):
         ctx.rescale = torch.ldexp(torch.full_like(scale, 1 / boost), exponent)
         kernel_scale = mantissa * boost
 
-        def compute(piece: Piece) -> None:
+        def compute(piece: LogitsPiece) -> None:
             objective.forward(piece, kernel_scale)
 
         objective.prepare(rows, wide_dtype(tensors[0].dtype))
@@ -180,7 +180,7 @@ class _PerRow(torch.autograd.Function):
         gradients = Gradients(heads[0], rows, needs) if ctx.at_once else None
         boost = tensors[0].new_full((), _boost(tensors[0].dtype), dtype=torch.float32)
 
-        def compute(piece: Piece) -> None:
+        def compute(piece: LogitsPiece) -> None:
             objective.forward(piece, boost)
 
         objective.prepare(rows, wide_dtype(tensors[0].dtype))
@@ -232,7 +232,7 @@ def _computed_again(
     d_rows = [None if d is None else d * (boost / power) for d in weights]
     gradients = Gradients(heads[0], rows, ctx.needs)
 
-    def compute(piece: Piece) -> None:
+    def compute(piece: LogitsPiece) -> None:
         objective.backward(piece, [None if d is None else d[piece.part] for d in d_rows])
 
     stream(heads, rows, compute, gradients, ctx.logits_bytes, objective.in_place)

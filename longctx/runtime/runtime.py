@@ -74,7 +74,7 @@ NO_RATES = Rates(1.0, 1.0, 1.0, AttentionRates(1.0, 1.0))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compute:
+class Computation:
     """What batches are computed with, until the model is moved or cast."""
 
     attention: Attention
@@ -89,7 +89,7 @@ class Compute:
     @classmethod
     def of(
         cls, args: PatchOptions, config: Any, device: torch.device, dtype: torch.dtype
-    ) -> Compute:
+    ) -> Computation:
         """Chooses the attention for a model on a device. Raises UserError for a backend that cannot
         run there."""
         name, attention = choose_attention(
@@ -104,14 +104,14 @@ class Compute:
         return cls(attention=attention, backend=name, store=store, dtype=dtype)
 
     @classmethod
-    def later(cls, args: PatchOptions, backend: str) -> Compute:
+    def later(cls, args: PatchOptions, backend: str) -> Computation:
         """Returns a placeholder whose dtype no model has, so that the first batch chooses."""
         cpu, dtype = torch.device("cpu"), torch.float64
         _, attention = choose_attention("math", cpu, dtype)
         store = ActivationStore(cpu, args.host_memory_gib)
         return cls(attention=attention, backend=backend, store=store, dtype=dtype)
 
-    def follow(self, args: PatchOptions, config: Any, x: Tensor, dtype: torch.dtype) -> Compute:
+    def follow(self, args: PatchOptions, config: Any, x: Tensor, dtype: torch.dtype) -> Computation:
         """Returns what computes a batch whose embedded tokens are x, with matmuls in `dtype`."""
         if dtype == self.dtype and _is_on(x, self.store.device):
             return self if x.dtype == self.stream_dtype else replace(self, stream_dtype=x.dtype)
@@ -143,7 +143,7 @@ class Runtime:
     rest changes from batch to batch."""
 
     args: PatchOptions
-    compute: Compute
+    compute: Computation
     around: Surroundings = field(default_factory=Surroundings)
     adopted: Adopted = field(default_factory=Adopted)
     graphs: Any = None
@@ -170,8 +170,8 @@ class Runtime:
         """Returns a model's runtime. On meta the first batch chooses the attention. Raises
         UserError for a backend that cannot run."""
         if device.type == "meta" or not args.schedules:
-            return cls(args=args, compute=Compute.later(args, args.attn_backend))
-        return cls(args=args, compute=Compute.of(args, config, device, dtype))
+            return cls(args=args, compute=Computation.later(args, args.attn_backend))
+        return cls(args=args, compute=Computation.of(args, config, device, dtype))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Saved and copied with the model; memory, streams and an engine's word are made anew."""
@@ -433,7 +433,7 @@ def chunks_loss(model: Any) -> bool:
 
 def _remake(args: PatchOptions, around: dict[str, Any], attach: Callable[[Any], None]) -> Runtime:
     """Returns the runtime of a copy, which its first batch places."""
-    compute = Compute.later(args, "math")
+    compute = Computation.later(args, "math")
     return Runtime(args=args, compute=compute, around=Surroundings(**around), attach=attach)
 
 

@@ -97,7 +97,7 @@ def test_a_prompt_is_computed_once(scheduled, capsys, tmp_path, monkeypatch) -> 
             computed[False] = computed.get(False, 0) + len(sharing.source)
         return sharing
 
-    monkeypatch.setattr("longctx.forwards.scheduled.found_prefixes", count)
+    monkeypatch.setattr("longctx.forwards.computed_tokens.found_prefixes", count)
 
     def make(model: Any) -> Any:
         return make_trainer(model, tmp_path, copy.deepcopy(model))

@@ -40,7 +40,7 @@ def saved(monkeypatch) -> list[float]:
         return sharing
 
     monkeypatch.setattr(shared_prefixes, "LEAST_TOKENS", 2)
-    monkeypatch.setattr("longctx.forwards.scheduled.found_prefixes", note)
+    monkeypatch.setattr("longctx.forwards.computed_tokens.found_prefixes", note)
     return shares
 
 

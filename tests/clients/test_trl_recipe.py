@@ -13,7 +13,7 @@ from small_tokenizer import small_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from longctx.calls import shared_prefixes
-from profiling import images_to_read
+from profiling import pictures_to_read
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -58,7 +58,7 @@ def test_sft(scheduled, capsys, tmp_path) -> None:
 
 @pytest.mark.parametrize("flags", [(), ("--train_vision",)])
 def test_images(scheduled, capsys, tmp_path, flags) -> None:
-    images_to_read.make(tmp_path, hidden=128, layers=2, side=28)
+    pictures_to_read.make(tmp_path, hidden=128, layers=2, side=28)
     data, out = str(tmp_path / "pictures.jsonl"), tmp_path / "out"
     given = [str(tmp_path / "model"), data, str(out), "--max_steps", "2", *flags]
     load_recipe("trl_images").main(given)
@@ -76,7 +76,7 @@ def test_images(scheduled, capsys, tmp_path, flags) -> None:
 
 def test_a_file_that_is_no_image(capsys, tmp_path) -> None:
     """It is named before a model is loaded."""
-    images_to_read.make(tmp_path, hidden=128, layers=2, side=28)
+    pictures_to_read.make(tmp_path, hidden=128, layers=2, side=28)
     data = tmp_path / "pictures.jsonl"
     first = json.loads(data.read_text().splitlines()[0])
     (tmp_path / first["images"][0]).write_bytes(b"text")

@@ -62,8 +62,14 @@ def recorded(monkeypatch: Any) -> Iterator[None]:
     if not GPU:
         monkeypatch.setattr(graphs.Graph, "recording", MadeAgain)
         monkeypatch.setattr(graphs, "can_record", lambda x: True)
-        always = property(lambda x: x.args.cuda_graphs == "auto", lambda x, found: None)
-        monkeypatch.setattr(Runtime, "graphed", always, raising=False)
+        adopt = Runtime.adopt
+
+        def always(runtime: Runtime, *given: Any) -> None:
+            adopt(runtime, *given)
+            graphed = runtime.args.cuda_graphs == "auto"
+            runtime.adopted = replace(runtime.adopted, graphed=graphed)
+
+        monkeypatch.setattr(Runtime, "adopt", always)
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
@@ -93,8 +99,13 @@ def make(family: str = "llama", lora: bool = False, **options: Any) -> Any:
                 nn.init.normal_(x, std=0.02)
     longctx.patch(model, **options)
     if not GPU:
-        runtime_of(model).attention = ByBounds()
+        compute_by(model, ByBounds())
     return model
+
+
+def compute_by(model: Any, attention: Any) -> None:
+    runtime = runtime_of(model)
+    runtime.compute = replace(runtime.compute, attention=attention)
 
 
 def runtime_of(model: Any) -> Any:
@@ -251,7 +262,7 @@ def test_prompts_whose_keys_are_not_copied_are_eager(monkeypatch: Any, capsys: A
     ours, eager = make(), make(cuda_graphs="off")
     if not GPU:
         for model in (ours, eager):
-            runtime_of(model).attention = FlashOnCpu()
+            compute_by(model, FlashOnCpu())
     assert_same(trained(ours, [pair(0)] * 3), trained(eager, [pair(0)] * 3))
     assert count(ours) == 0
     assert capsys.readouterr().out.count("no CUDA graphs for batches in which copies") == 1

@@ -94,7 +94,7 @@ def test_a_frozen_tower_waits_on_the_host_where_memory_is_short(quantize: str) -
     stays = plan(subject, run.having(place="gpu"), H100, HOST)
     assert not stays.fits and stays.images is not None and not stays.images.away
     sizes = [spec.sizes(accumulates=False) for spec in found.decision.specs]
-    of_towers = next(i for i, size in enumerate(sizes) if size.with_tower)
+    of_towers = next(i for i, size in enumerate(sizes) if size.tower)
     traffic = found.decision.chosen.traffic
     for rising in (traffic.rising_first[0], traffic.rising[0]):
         assert rising[of_towers] - rising[of_towers - 1] == sizes[of_towers].weight

@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_run import SendAt, add_callback, fork_ranks, logged, prepare, run
 
-from longctx.train.trainer import trainer
+from longctx.train.trainer import checkpoints
 from longctx.train.trainer.interrupts import Interrupts
 
 pytestmark = pytest.mark.usefixtures("reference_kernels", "heard_signals")
@@ -72,13 +72,13 @@ def test_a_stopping_run_begins_no_evaluation(flags, monkeypatch, tmp_path) -> No
 def test_a_stopping_run_does_not_end_its_epoch(flags, monkeypatch, tmp_path) -> None:
     """Trainer would evaluate and save once more, by the strategy `epoch`."""
     placed = []
-    place = trainer.publish
+    place = checkpoints.publish
 
     def place_and_note(staged: Path, path: Path, run: Any) -> int:
         placed.append(path.name)
         return place(staged, path, run)
 
-    monkeypatch.setattr(trainer, "publish", place_and_note)
+    monkeypatch.setattr(checkpoints, "publish", place_and_note)
     add_callback(SendAt(signal.SIGTERM, 3), monkeypatch)
     text = flags[flags.index("--train_file") + 1]
     words = f"--eval_file {text} --eval_strategy epoch --save_strategy epoch"
@@ -91,14 +91,14 @@ def test_a_stopping_run_does_not_end_its_epoch(flags, monkeypatch, tmp_path) -> 
 @pytest.mark.parametrize("step", [6])
 def test_a_signal_during_a_save_is_not_forgotten(flags, monkeypatch, tmp_path, step) -> None:
     """Not in the last one either, and no second checkpoint is made."""
-    place = trainer.publish
+    place = checkpoints.publish
 
     def place_late(staged: Path, checkpoint: Path, run: Any) -> int:
         if checkpoint.name == f"checkpoint-{step}":
             os.kill(os.getpid(), signal.SIGTERM)
         return place(staged, checkpoint, run)
 
-    monkeypatch.setattr(trainer, "publish", place_late)
+    monkeypatch.setattr(checkpoints, "publish", place_late)
     with pytest.raises(SystemExit) as stop:
         run(flags, tmp_path / "run", "--save_steps", "2")
     assert stop.value.code == 143

@@ -42,7 +42,7 @@ from longctx.runtime.runtime import Runtime, follows_positions
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Tokens:
+class ComputedTokens:
     """The tokens of a call that are computed."""
 
     rope: Tensor  # (computed,), or (3, computed) with images
@@ -55,7 +55,7 @@ class Tokens:
     """B S, with padding."""
 
     @classmethod
-    def of(cls, base: Any, call: Call, covered: Covered, x: Tensor) -> Tokens:  # (B, S, D)
+    def of(cls, base: Any, call: Call, covered: Covered, x: Tensor) -> ComputedTokens:  # (B, S, D)
         """Returns the tokens of a call with the embedded tokens x. Tells the rotary embedding of
         the longest position if it follows them."""
         runtime, total = known_runtime(base), x.shape[:2].numel()

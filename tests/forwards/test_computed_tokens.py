@@ -12,7 +12,6 @@ import longctx
 from longctx.calls.call import Call
 from longctx.calls.positions import Positions
 from longctx.forwards.covered import Covered
-from longctx.forwards.tokens import Tokens
 
 X = torch.arange(2 * 4 * 3, dtype=torch.float32).view(2, 4, 3)
 MASK = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0]])
@@ -24,10 +23,10 @@ def base():
     return longctx.patch(model, share_prefixes=True).model.train()
 
 
-def tokens_of(base, mask: Tensor | None = None, positions: Tensor | None = None) -> Tokens:
+def tokens_of(base, mask: Tensor | None = None, positions: Tensor | None = None) -> ComputedTokens:
     ids = torch.arange(8).view(2, 4)
     call = Call.of(base, ids, mask, positions, None, None, False, others={})
-    return Tokens.of(base, call, Covered(Positions(positions, positions), None, False), X)
+    return ComputedTokens.of(base, call, Covered(Positions(positions, positions), None, False), X)
 
 
 def test_every_token_of_a_row_without_padding(base) -> None:
