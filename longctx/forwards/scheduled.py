@@ -21,6 +21,7 @@ from longctx.families.families import (
     mixes,
 )
 from longctx.families.strangers import why_not_scheduled
+from longctx.forwards.computed_tokens import ComputedTokens
 from longctx.forwards.covered import Covered
 from longctx.forwards.said import known_runtime, say
 from longctx.layer.balance import Balance, RouterLogits, with_said

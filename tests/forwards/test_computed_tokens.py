@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 import longctx
 from longctx.calls.call import Call
 from longctx.calls.positions import Positions
+from longctx.forwards.computed_tokens import ComputedTokens
 from longctx.forwards.covered import Covered
 
 X = torch.arange(2 * 4 * 3, dtype=torch.float32).view(2, 4, 3)
