@@ -23,7 +23,7 @@ from longctx.images.room_for_images import (
 from longctx.images.tower import patches_of, tower_of
 from longctx.runtime.runtime import runtime_of
 
-IMAGES = SimpleNamespace(seen=lambda ids: ids == IMAGE)
+IMAGES = SimpleNamespace(marks=lambda ids: ids == IMAGE)
 
 
 def rows_of(*counts: int) -> Dataset:

@@ -204,7 +204,9 @@ def test_mismatched_answers_are_packed_and_counted_once():
 def test_groups_are_kept_in_columns():
     for group in make_groups([[3, 2, 1], [1, 4]]):
         columns = columns_of(group)
-        found = group_of(**columns, record=group.record)
+        images = columns.pop("pictures")  # as files of tokens call them
+        found = group_of(**columns, images=images, record=group.record)
+        columns["pictures"] = images
         assert columns_of(found).keys() == columns.keys()
         assert found.prompt.tolist() == group.prompt.tolist()
         assert [a.tolist() for a in found.answers] == [a.tolist() for a in group.answers]

@@ -83,7 +83,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("sees", [False, True])
+@pytest.mark.parametrize("with_images", [False, True])
 @pytest.mark.parametrize("case", REFUSED)
 def test_media_that_nobody_reads_are_refused(case, with_images, folder) -> None:
     record, rows, said = REFUSED[case]

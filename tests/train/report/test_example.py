@@ -143,7 +143,7 @@ def test_each_image_of_a_row_has_its_number() -> None:
     """Two side by side, one whose lines end with a token of their own, and text around them."""
 
     class ImageProcessor:
-        def seen(self, ids: np.ndarray) -> np.ndarray:
+        def marks(self, ids: np.ndarray) -> np.ndarray:
             return ids == 9
 
         def opened(self, source: int, at: str) -> Any:

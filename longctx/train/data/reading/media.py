@@ -51,6 +51,7 @@ CURES: dict[Medium, str] = {
     "audio": "leave the sound out, or give its words as text",
 }
 NOUNS: dict[Medium, str] = {"image": "image", "video": "video", "audio": "sound"}
+ONE = {"image": "an image", "video": "a video", "audio": "a sound"}
 FILE_NAME = re.compile(r"(.+_)?file_names?")
 """The columns in which an imagefolder's metadata names files."""
 _SUFFIXES: dict[str, Medium] = {

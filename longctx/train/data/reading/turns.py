@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longctx.errors import UserError
-from longctx.train.data.reading.media import COLUMNS, CURES, NOUNS, PARTS, part_medium
+from longctx.train.data.reading.media import COLUMNS, CURES, ONE, PARTS, part_medium
 from longctx.train.data.reading.values import check_depth, excerpt, fault, is_flag, kind, parse_json
 
 ROLES = {
@@ -202,7 +202,7 @@ def _text_part(part: Any, at: str) -> str:
         return part["text"]
     medium = part_medium(part) if isinstance(part, Mapping) else None
     if medium is not None:
-        raise UserError(f"{at} has a {NOUNS[medium]} in a part, which is not read: {CURES[medium]}")
+        raise UserError(f"{at} has {ONE[medium]} in a part, which is not read: {CURES[medium]}")
     raise UserError(f"{at} has a part that is not text: only text can be trained on")
 
 

@@ -24,6 +24,7 @@ from longctx.train.data.reading.media import (
     FILE_NAME,
     IMAGE_COLUMNS,
     NOUNS,
+    ONE,
     Medium,
     media_held,
     medium_named,
@@ -50,7 +51,7 @@ def unread_media(record: Mapping[str, Any], where: str, folder: Path | None) -> 
         medium = COLUMNS.get(name)
         if medium is None:
             if name not in _OTHERS and (found := _held(record, name, folder)):
-                raise UserError(f"{where} has a {NOUNS[found]} in `{name}`, {_not_read(found)}")
+                raise UserError(f"{where} has {ONE[found]} in `{name}`, {_not_read(found)}")
             continue
         place = _place(record, medium)
         if not value and not isinstance(value, bytes):
