@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -296,25 +297,22 @@ def assert_as_each_alone(found: Run, naive: Any, alone: Callable[[Any], Run]) ->
     """A packed batch in fp32 is as exact as `alone`, which runs each of its documents by itself
     with a given model, is with `naive`: both are held to `alone` in fp64."""
     wide = cast(copy.deepcopy(naive), torch.float64)
-    with terms_of(wide, "k_proj") as terms:
+    with terms_of(wide, "k_proj") as terms, query_terms(wide) as of_queries:
         truth = alone(wide)
+    terms |= of_queries
     loss, grads = found
     assert {*grads} == {*truth[1]}
     for name in [name for name in truth[1] if name.endswith("k_proj.bias") and "tower" in name]:
         del truth[1][name]  # 0 but for rounding
     ours, plain = (loss.detach(), {name: grads[name] for name in truth[1]}), alone(naive)
     # A softmax's gradients sum to 0 over the keys, so that what all patches share cancels in
-    # dW = dk^T x. Rounding errors are those of the terms, however little is left of their sum.
+    # dW = dk^T x, and in dq = ds k, whose sum the bias of q has. Rounding errors are those of the
+    # terms, however little is left of their sum.
     for name in [name for name in terms if "tower" in name]:
         true, naively, packed = (run[1].pop(name) for run in (truth, plain, ours))
         floor = FLOOR[torch.float32] * terms[name] ** 0.5 / float(true.norm())
         limit = FACTOR * relative_error(naively, true) + floor
         assert relative_error(packed, true) <= limit, name
-    # It cancels in dq = ds k, too, whose sum over all patches a bias of q has: few numbers, which
-    # the order of sums scatters from CPU to CPU (twice naive's on one without AMX).
-    for name in [name for name in truth[1] if name.endswith("q_proj.bias") and "tower" in name]:
-        true, naively, packed = (run[1].pop(name) for run in (truth, plain, ours))
-        assert relative_error(packed, true) <= 3 * relative_error(naively, true), name
     assert_exact_run(ours, plain, truth, torch.float32)
 
 
@@ -340,6 +338,44 @@ def terms_of(model: nn.Module, name: str) -> Iterator[dict[str, float]]:
         for path, module in model.named_modules()
         if path.endswith(name)
     ]
+    try:
+        yield terms
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def query_terms(model: nn.Module) -> Iterator[dict[str, float]]:
+    """Yields, by the names of the biases of q in a vision tower without RoPE, the sum of squares of
+    all terms ds_nj k_j of the bias's gradient, over all pairs of patches and calls."""
+    terms: dict[str, float] = {}
+    hooks: list[Any] = []
+
+    def add(name: str, scale: float, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> None:
+        p = (scale * q @ k.mT).softmax(-1)
+        dp = do.unflatten(-1, (q.shape[1], -1)).transpose(1, 2) @ v.mT
+        ds = scale * p * (dp - (p * dp).sum(-1, keepdim=True))
+        terms[name] = terms.get(name, 0.0) + float((ds.square() @ k.square()).sum())
+
+    def watch(name: str, module: Any) -> None:
+        made: dict[str, Tensor] = {}
+
+        def before(_: Any, given: tuple[Tensor]) -> None:
+            heads = (made[x].unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for x in "qkv")
+            if given[0].requires_grad:
+                given[0].register_hook(partial(add, name, module.scale, *heads))
+
+        for x in "qkv":
+            linear = module.get_submodule(f"{x}_proj")
+            hooks.append(
+                linear.register_forward_hook(lambda _, given, y, x=x: made.update({x: y.detach()}))
+            )
+        hooks.append(module.out_proj.register_forward_pre_hook(before))
+
+    for path, module in model.named_modules():
+        if "tower" in path and getattr(getattr(module, "q_proj", None), "bias", None) is not None:
+            watch(f"{path}.q_proj.bias", module)
     try:
         yield terms
     finally:
