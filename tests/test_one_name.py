@@ -29,13 +29,7 @@ MODULES = {
 """Module names that several rooms have, and what each of the files is."""
 CLASSES = {
     "Counted": "bytes and FLOPs of what may be kept, and elements of a peer's layer with experts",
-    "Gradients": "of a head, and of a layer's weights",
-    "Group": "of heads, and of prompts that share a prefix",
-    "Kind": "of an adapter, and of a vision tower",
-    "Measured": "a layer of class_type any, and the rates of a machine",
     "Part": "of a layer, and a tensor of a block of states",
-    "Run": "of documents in one backend, and of a recorded graph",
-    "Step": "of a run that is planned, and of AdamW",
     "_CrossEntropy": "over lm_head, and over logits",
 }
 """Class names that several files have, and what each of the classes is."""

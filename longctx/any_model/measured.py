@@ -37,7 +37,7 @@ from longctx.any_model.probe import remembered
 from longctx.any_model.runtime import AnyRuntime
 from longctx.any_model.seam import Seam, ask_for, layer_of, with_input_first
 from longctx.any_model.specimen import Specimen, kind_of, of_specimen, outline
-from longctx.cost.dims import Measured, Spent
+from longctx.cost.dims import MeasuredLayer, Spent
 from longctx.errors import UserError, one_line
 from longctx.families.blocks import decoder_layers
 from longctx.settings import PatchOptions
@@ -71,7 +71,7 @@ def measured_layers(
     dtype: torch.dtype,
     device: torch.device,
     trained: bool,
-) -> tuple[Measured, ...] | str:
+) -> tuple[MeasuredLayer, ...] | str:
     """Returns the cost of each decoder layer of a model of the class `kind`, in order; `attention`
     is transformers' name of its attention (None: transformers' choice), and `trained` says whether
     its weights have gradients. If nothing can be measured, returns a short reason. On a GPU this
@@ -114,7 +114,7 @@ def _lengths(config: Any, device: torch.device) -> tuple[int, int]:
 
 def _each_kind(
     specimen: Specimen, kinds: Sequence[Kind], lengths: Sequence[int], trained: bool
-) -> dict[Kind, Measured]:
+) -> dict[Kind, MeasuredLayer]:
     """Returns the cost of a layer of each kind. `kinds` are those of all layers of the model, of
     which the specimen has the first ones."""
     model = specimen.model.train().requires_grad_(False)
@@ -129,7 +129,7 @@ def _each_kind(
             specimen.hidden(input_ids=ids)
         points.append(asked.found)
     return {
-        kind: Measured(*(_fitted(lengths, pair) for pair in zip(*both, strict=True)))
+        kind: MeasuredLayer(*(_fitted(lengths, pair) for pair in zip(*both, strict=True)))
         for kind, both in ((kind, [of[kind] for of in points]) for kind in points[0])
     }
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longctx.cost.dims import Measured
+from longctx.cost.dims import MeasuredLayer
 from longctx.cost.kept import describe, uniform
 from longctx.cost.sizes import Batch, Sizes
 from longctx.errors import UserError, print_rank0
@@ -54,7 +54,9 @@ class AnyRuntime:
     """Whether layers are asked to run as checkpoints; trainers may switch it off."""
     checkpoints: int = 0
     """The number of layers that ran as checkpoints in the current forward."""
-    layers: Callable[[torch.dtype, torch.device, bool], tuple[Measured, ...] | str] | None = None
+    layers: Callable[[torch.dtype, torch.device, bool], tuple[MeasuredLayer, ...] | str] | None = (
+        None
+    )
     """Measures the cost of each layer (measured.py); None: layers are counted as Llama's."""
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ LONG = 16384
 """The fewest tokens of a long document."""
 
 
-class Run(NamedTuple):
+class BackendRun(NamedTuple):
     """Consecutive documents that run in the same backend."""
 
     attention: Attention
@@ -66,16 +66,16 @@ class ByLength(AddsSinks):
         scores, of which a document sees half."""
         return self.long if 2 * queries * keys >= self.long_tokens**2 else self.short
 
-    def runs(self, documents: Documents) -> Iterator[Run]:
+    def runs(self, documents: Documents) -> Iterator[BackendRun]:
         """Yields the runs of documents, in their order."""
         lengths, bounds = documents.lengths, documents.cu_seqlens
         if max(lengths, default=0) < self.long_tokens:
-            yield Run(self.short, slice(None), documents)
+            yield BackendRun(self.short, slice(None), documents)
             return
         first = start = 0
         for is_long, group in groupby(lengths, lambda length: length >= self.long_tokens):
             part = tuple(group)
             last, stop = first + len(part), start + sum(part)
             inside = Documents(lengths=part, cu_seqlens=bounds[first : last + 1] - start)
-            yield Run(self.long if is_long else self.short, slice(start, stop), inside)
+            yield BackendRun(self.long if is_long else self.short, slice(start, stop), inside)
             first, start = last, stop

@@ -91,7 +91,7 @@ class Spent(NamedTuple):
         return int(a + tokens * (b + c * document))
 
 
-class Measured(NamedTuple):
+class MeasuredLayer(NamedTuple):
     """The measured cost of a layer of Hugging Face's (any_model/measured.py)."""
 
     forward: Spent = Spent()
@@ -99,7 +99,7 @@ class Measured(NamedTuple):
     """The cost of the layer's backward, with the second forward of its checkpoint."""
 
 
-UNKNOWN = Measured()
+UNKNOWN = MeasuredLayer()
 """Stands for a layer whose cost was neither measured nor counted: a plan counts its input alone."""
 
 
@@ -170,7 +170,7 @@ class LayerKind(LayerSpec):
     """Whether an adapter's input has dropout."""
     adapted: Adapted = Adapted()
     """The sizes of the layer's adapters."""
-    measured: Measured | None = None
+    measured: MeasuredLayer | None = None
     """The seconds and bytes that a layer of Hugging Face's was measured to take; None for a layer
     whose cost is counted."""
 

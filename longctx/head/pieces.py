@@ -202,7 +202,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 # --- one pass over all rows ------------------------------------------------------------------
 
 
-class Gradients:
+class HeadGradients:
     """The gradients of a head, summed over groups of rows."""
 
     def __init__(self, head: Head, rows: Rows, needs: Sequence[bool]) -> None:
@@ -251,7 +251,7 @@ def stream(
     heads: Sequence[Head],
     rows: Rows,
     compute: Callable[[LogitsPiece], None],
-    gradients: Gradients | None,
+    gradients: HeadGradients | None,
     logits_bytes: int,
     in_place: bool = False,
 ) -> None:

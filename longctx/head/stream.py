@@ -41,7 +41,7 @@ from torch import Tensor
 
 from longctx.constants import IGNORE_INDEX
 from longctx.cost.sizes import default_logits_bytes
-from longctx.head.pieces import Gradients, Head, LogitsPiece, Rows, stream, wide_dtype
+from longctx.head.pieces import Head, HeadGradients, LogitsPiece, Rows, stream, wide_dtype
 from longctx.kernels.annotate import annotated
 from longctx.kernels.launch import check_float, check_shape, once_differentiable
 from longctx.kernels.scale import scale_into
@@ -128,7 +128,7 @@ class _Reduced(torch.autograd.Function):
     ) -> Tensor:
         heads, device = _heads(tensors), tensors[0].device
         needs = [grad and n for n in ctx.needs_input_grad[5:8]]
-        gradients = Gradients(heads[0], rows, needs) if any(needs) else None
+        gradients = HeadGradients(heads[0], rows, needs) if any(needs) else None
         count = max(1, rows.counting) if count is None else count
         if not isinstance(count, Tensor):
             count = torch.full((), count, device=device)  # written there: a copy is waited for
@@ -177,7 +177,7 @@ class _PerRow(torch.autograd.Function):
         heads = _heads(tensors)
         needs = [grad and n for n in ctx.needs_input_grad[4:7]]
         ctx.at_once = needs == [True, False, False] and objective.gradients == 1
-        gradients = Gradients(heads[0], rows, needs) if ctx.at_once else None
+        gradients = HeadGradients(heads[0], rows, needs) if ctx.at_once else None
         boost = tensors[0].new_full((), _boost(tensors[0].dtype), dtype=torch.float32)
 
         def compute(piece: LogitsPiece) -> None:
@@ -230,7 +230,7 @@ def _computed_again(
     weights = [None if d is None else d / objective.divisor for d in weights]
     power = _power_above([d for d in weights if d is not None])
     d_rows = [None if d is None else d * (boost / power) for d in weights]
-    gradients = Gradients(heads[0], rows, ctx.needs)
+    gradients = HeadGradients(heads[0], rows, ctx.needs)
 
     def compute(piece: LogitsPiece) -> None:
         objective.backward(piece, [None if d is None else d[piece.part] for d in d_rows])

@@ -30,7 +30,7 @@ Size = tuple[int, int]
 """Width and height, in pixels."""
 
 
-class Kind(NamedTuple):
+class TowerKind(NamedTuple):
     """What a kind of tower does that its sizes do not say."""
 
     image: Callable[[Any, Size], Image]
@@ -173,15 +173,15 @@ def _mistral3(config: Any, size: Size) -> Image:
     )
 
 
-KINDS: dict[str, Kind] = {
-    "gemma3": Kind(_gemma3, saved=(8, 2), any_size=False),
-    "llava": Kind(_llava, saved=(8, 2), any_size=False, states=2),
-    "mistral3": Kind(_mistral3, saved=(12, 4), states=2, masks=True),
-    "qwen2_vl": Kind(_qwen, saved=(10, 2)),
-    "qwen2_5_vl": Kind(_qwen, saved=(15, 4)),
-    "qwen3_vl": Kind(_qwen, saved=(10, 2)),
-    "qwen3_vl_moe": Kind(_qwen, saved=(10, 2)),
-    "qwen3_5": Kind(_qwen, saved=(10, 2)),
-    "qwen3_5_moe": Kind(_qwen, saved=(10, 2)),
+KINDS: dict[str, TowerKind] = {
+    "gemma3": TowerKind(_gemma3, saved=(8, 2), any_size=False),
+    "llava": TowerKind(_llava, saved=(8, 2), any_size=False, states=2),
+    "mistral3": TowerKind(_mistral3, saved=(12, 4), states=2, masks=True),
+    "qwen2_vl": TowerKind(_qwen, saved=(10, 2)),
+    "qwen2_5_vl": TowerKind(_qwen, saved=(15, 4)),
+    "qwen3_vl": TowerKind(_qwen, saved=(10, 2)),
+    "qwen3_vl_moe": TowerKind(_qwen, saved=(10, 2)),
+    "qwen3_5": TowerKind(_qwen, saved=(10, 2)),
+    "qwen3_5_moe": TowerKind(_qwen, saved=(10, 2)),
 }
 """By `model_type`."""

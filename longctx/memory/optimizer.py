@@ -33,7 +33,7 @@ from longctx.memory.by_parameter import HoldsStates, check_options
 from longctx.memory.gradients import WatchedGradients
 from longctx.memory.guard import unguarded
 from longctx.memory.place import Place
-from longctx.memory.states import Block, BlockSpec, Slot, Step
+from longctx.memory.states import Block, BlockSpec, Slot, UpdateStep
 from longctx.memory.stream import StateStream
 
 Given = list[tuple[nn.Parameter, dict[str, Any]]]
@@ -303,7 +303,9 @@ class ExactAdamW(HoldsStates):
         if grad is shown:  # the shown one is guarded from now on; the update reads another
             with unguarded():
                 grad = grad.detach()
-        block.update = (block.update or {}) | {i: Step(grad=grad, options=options, scale=scale)}
+        block.update = (block.update or {}) | {
+            i: UpdateStep(grad=grad, options=options, scale=scale)
+        }
         block.shown.append(shown)
         block.close(self.stream.settle)
 

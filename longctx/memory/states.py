@@ -123,7 +123,7 @@ class BlockSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class UpdateStep:
     """A parameter's outstanding AdamW step."""
 
     grad: Tensor | None
@@ -165,7 +165,7 @@ class Block:
     remainder: Tensor | None = None
     checksums: Tensor | None = None
     """Checksums, on the GPU, of the weights that the remainders belong to (kernels/adamw.py)."""
-    update: dict[int, Step] | None = None
+    update: dict[int, UpdateStep] | None = None
     """Maps numbers of parameters in the block to their outstanding steps; None without any."""
     shown: list[Tensor] = field(default_factory=list)
     """The tensors in `parameter.grad` that an outstanding update will read; they are guarded."""
@@ -332,7 +332,7 @@ class Block:
         start = self.ranges[i].start
         return grad.view(-1)[piece.start - start : piece.stop - start]
 
-    def grad_of(self, i: int, piece: slice, step: Step) -> Tensor:
+    def grad_of(self, i: int, piece: slice, step: UpdateStep) -> Tensor:
         """Returns a piece of the gradient of the i-th parameter's step, on the device where it
         is."""
         if step.grad is not None:

@@ -33,7 +33,7 @@ from longctx.kernels.adamw import CHECKED, adamw_
 from longctx.kernels.annotate import annotate
 from longctx.memory.lanes import Compute, Lane, RingSlot
 from longctx.memory.place import AHEAD, MOVING, PIECE, RING
-from longctx.memory.states import Block, Step
+from longctx.memory.states import Block, UpdateStep
 
 
 class StateStream:
@@ -204,7 +204,7 @@ class StateStream:
         block: Block,
         i: int,
         piece: slice,
-        step: Step | None,
+        step: UpdateStep | None,
         arrives: bool,
         begin: tuple[Any, ...],
     ) -> None:
@@ -301,7 +301,7 @@ def _adamw(
     i: int,
     piece: slice,
     states: Sequence[Tensor],
-    step: Step,
+    step: UpdateStep,
     grad: Tensor,
 ) -> None:
     """Updates a piece of the block's i-th parameter; `states` and `grad` are on the GPU."""

@@ -224,7 +224,7 @@ def _rounded(count: int, unit: int) -> int:
     return -(-count // max(1, unit)) * max(1, unit)
 
 
-class Run:
+class Replay:
     """One replay of a forward, until its backward. The autograd graph alone holds it."""
 
     over = False
@@ -328,7 +328,7 @@ class Graph:
     def output(self) -> Tensor:  # (T, D)
         return self._recorded.hidden.clone()
 
-    def backward(self, run: Run, dy: Tensor) -> list[Tensor | None]:
+    def backward(self, run: Replay, dy: Tensor) -> list[Tensor | None]:
         """Returns copies of the gradients of x and the trained weights."""
         if run.over:
             raise RuntimeError(TWICE)
@@ -351,7 +351,7 @@ def _fill_bounds(place: Tensor, bounds: Tensor, end: int) -> None:
 
 class _Replayed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, graph: Graph, run: Run, x: Tensor, *trained: Tensor) -> Tensor:
+    def forward(ctx: Any, graph: Graph, run: Replay, x: Tensor, *trained: Tensor) -> Tensor:
         ctx.graph, ctx.run = graph, run
         ctx.save_for_backward(*trained)  # torch sees whether they are written before backward
         return graph.output()
@@ -373,7 +373,7 @@ class Graphs:
         self.held_bytes = 0
         """Bytes of the GPU in their pool."""
         self._earlier: GraphKey | None = None
-        self._run: weakref.ref[Run] | None = None
+        self._run: weakref.ref[Replay] | None = None
         self._recorded = self._replayed = 0
         """How often, in all."""
         self.given_up = False
@@ -409,8 +409,8 @@ class Graphs:
         earlier, self._earlier = self._earlier, key
         return earlier == key
 
-    def begin(self) -> Run:
-        run = Run()
+    def begin(self) -> Replay:
+        run = Replay()
         self._run, self._replayed = weakref.ref(run), self._replayed + 1
         return run
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from longctx.cost.dims import LayerKind, Measured, Spent
+from longctx.cost.dims import LayerKind, MeasuredLayer, Spent
 from longctx.cost.fitted import DEQUANTISE, PEERS
 from longctx.cost.rates import SECONDS
 from longctx.cost.sizes import Batch, Sizes
@@ -96,7 +96,7 @@ def peer_layer_cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
     return _with_mlp(s, kind, attends, kind.one(MlpSpec), batch)
 
 
-def _as_measured(s: Sizes, layer: Measured, batch: Batch) -> Table:
+def _as_measured(s: Sizes, layer: MeasuredLayer, batch: Batch) -> Table:
     """A layer of --class_type any, whose input comes up while the layer above runs (seam.py)."""
     tokens, unit = batch.tokens, s.unit(batch.tokens)
     of = tokens, batch.document

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from longctx.cost.dims import Adapted, LayerKind, Measured
+from longctx.cost.dims import Adapted, LayerKind, MeasuredLayer
 from longctx.cost.sizes import Sizes, kinds_of
 from longctx.families.adapters import Applied, applied, inside_peft, is_adapted, is_wrapped
 from longctx.families.blocks import decoder_layers, language_models
@@ -102,7 +102,7 @@ def peer_sizes(
     )
 
 
-def as_measured(sizes: Sizes, layers: Sequence[Measured]) -> Sizes:
+def as_measured(sizes: Sizes, layers: Sequence[MeasuredLayer]) -> Sizes:
     """Returns the sizes of a model each of whose layers was measured."""
     each = zip(sizes.of_layer, layers, strict=True)
     return replace(sizes, **kinds_of(replace(sizes.kinds[i], measured=x) for i, x in each))

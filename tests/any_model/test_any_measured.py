@@ -17,7 +17,7 @@ import longctx
 from longctx.any_model import measured
 from longctx.any_model.measured import Point, measured_layers, own_weights
 from longctx.any_model.specimen import Specimen, kind_of, outline
-from longctx.cost.dims import Measured, Spent
+from longctx.cost.dims import MeasuredLayer, Spent
 from longctx.cost.peak import LIBRARY_BYTES, peak, phases
 from longctx.cost.sizes import Batch
 from longctx.families.blocks import decoder_layers, state_blocks
@@ -83,7 +83,7 @@ def layers_of(
     return measured_layers(config, class_of(config), attention, torch.float32, CPU, trained)
 
 
-def held(model: Any, layers: tuple[Measured, ...], meter: Meter) -> tuple[int, int]:
+def held(model: Any, layers: tuple[MeasuredLayer, ...], meter: Meter) -> tuple[int, int]:
     """The bytes of a step's largest phase that are no weights, as planned and as a step holds."""
     sizes = as_measured(peer_sizes(model, "any", 4, chunks_loss=True), layers)
     specs = state_blocks(model, movable=False)

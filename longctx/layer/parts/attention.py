@@ -32,7 +32,7 @@ from longctx.attention.sinks import Sinks
 from longctx.kernels.annotate import annotated, each
 from longctx.layer.adapters.protocol import ALL
 from longctx.layer.linear import WeightGradient, stacked, sum_dtype
-from longctx.layer.parts.heads import Group, HeadGroups
+from longctx.layer.parts.heads import HeadGroup, HeadGroups
 from longctx.layer.parts.key_gradients import KeyGradients
 from longctx.layer.parts.norms import Norm
 from longctx.layer.parts.output_gate import OutputGate
@@ -94,14 +94,14 @@ class SelfAttention(OverRow):
         lse = torch.empty(Hd // s.head_dim, T, dtype=torch.float32, device=x.device)
         self._heads.measure(x)
 
-        def projected(group: Group) -> QKV:
+        def projected(group: HeadGroup) -> QKV:
             qkv = self._heads.project(x, group)
             if kept is not None:
                 kept.append(qkv)
             # What is kept must stay as projected, since the norms of q and k need it in backward.
             return self._heads.ready(qkv, group, in_place=kept is None)
 
-        def attend(group: Group) -> Iterator[None]:
+        def attend(group: HeadGroup) -> Iterator[None]:
             qkv = projected(group)
             o_group = o[:, group.q].unflatten(1, (-1, s.head_dim))
             pauses = s.attention.forward_in_turns(self._call(group, qkv, o_group, lse))
@@ -112,7 +112,7 @@ class SelfAttention(OverRow):
         self._heads.forget_inner()
         return o, lse
 
-    def _call(self, group: Group, qkv: QKV, o: Tensor, lse: Tensor) -> AttentionCall:
+    def _call(self, group: HeadGroup, qkv: QKV, o: Tensor, lse: Tensor) -> AttentionCall:
         """Returns the call of a group's heads: o (T, h, d) is theirs, lse (H, T) all heads'."""
         s = self._schedule
         sinks = None if self._sinks is None else self._sinks.of(group.lse)
@@ -231,7 +231,7 @@ class SelfAttention(OverRow):
         dkv = KeyGradients(list(heads), self._do, heads.q.weight, x.shape[0])
         output_grad, kept = self._output_grad(dh), self._kept_groups()
 
-        def run(i: int, group: Group) -> Iterator[None]:
+        def run(i: int, group: HeadGroup) -> Iterator[None]:
             qkv = kept[i] if kept else heads.project(x, group)
             ready = heads.ready(qkv, group, in_place=False)
             grads = output_grad(group), o[:, group.q], *dkv.rooms(i)
@@ -260,7 +260,7 @@ class SelfAttention(OverRow):
         kept = self._kept
         return [kept[_part(i)] for i in range(len(kept)) if _part(i) in kept]
 
-    def _output_grad(self, dh: Tensor) -> Callable[[Group], Tensor]:
+    def _output_grad(self, dh: Tensor) -> Callable[[HeadGroup], Tensor]:
         """Returns what gives do (T, h d) of a group: of those that are held, or made from dh."""
         s, w_o, scale = self._schedule, self._o, self._scale
         # Given up here, so that it is freed with the function that is returned.
@@ -271,7 +271,7 @@ class SelfAttention(OverRow):
         v = w_o.inner_grad(narrow)
         tiles = [ALL] if v is None else s.tiles(len(narrow))  # by which masks differ
 
-        def made(group: Group) -> Tensor:
+        def made(group: HeadGroup) -> Tensor:
             at = group.q
             do = narrow.new_empty(len(narrow), at.stop - at.start)
             for tile in tiles:

@@ -29,7 +29,7 @@ from longctx.layer.projection import Together, inners
 from longctx.layer.specs.attention_spec import AttentionSpec
 
 
-class Group(NamedTuple):
+class HeadGroup(NamedTuple):
     """One head group's columns in q and o (`q`) and in k and v (`kv`), and its rows in lse."""
 
     q: slice
@@ -72,7 +72,7 @@ class HeadGroups:
         rows = torch.arange(len(self.q.weight), device=self.q.weight.device)
         return rows.view(-1, self._in_q, self._schedule.head_dim)[:, which].flatten()[columns]
 
-    def __iter__(self) -> Iterator[Group]:
+    def __iter__(self) -> Iterator[HeadGroup]:
         s = self._schedule
         H, K = self.columns // s.head_dim, len(self.k.weight) // s.head_dim
         k = K // s.head_groups
@@ -80,7 +80,7 @@ class HeadGroups:
         for i in range(s.head_groups):
             columns = slice(i * h * s.head_dim, (i + 1) * h * s.head_dim)
             kv = slice(i * k * s.head_dim, (i + 1) * k * s.head_dim)
-            yield Group(columns, kv, slice(i * h, (i + 1) * h))
+            yield HeadGroup(columns, kv, slice(i * h, (i + 1) * h))
 
     def normed(self, x: Tensor) -> Tensor:  # (T, D) -> (T, D)
         """Returns n1 = rms_norm(x) in the matmuls' dtype."""
@@ -110,7 +110,7 @@ class HeadGroups:
         return self.q(n1, tile, u=us[0]), self.k(n1, tile, u=us[1])
 
     @annotated("projections")
-    def project(self, x: Tensor, group: Group) -> Tensor:  # (T, D) -> (T, (h + 2 k) d)
+    def project(self, x: Tensor, group: HeadGroup) -> Tensor:  # (T, D) -> (T, (h + 2 k) d)
         """Computes q, k, v of one group: norm, one fused matmul, norms over all heads, rotation. If
         each head has a norm, q and k are returned as projected, without rotation."""
         s = self._schedule
@@ -133,7 +133,7 @@ class HeadGroups:
             s.rotate_(q, k, self._spec)
         return qkv
 
-    def ready(self, qkv: Tensor, group: Group, *, in_place: bool) -> QKV:
+    def ready(self, qkv: Tensor, group: HeadGroup, *, in_place: bool) -> QKV:
         """Turns the result of `project` into the q, k, v that attention takes: rotated, and normed
         if each head has a norm."""
         q, k, v = self._split(qkv, group)
@@ -166,7 +166,7 @@ class HeadGroups:
         dq: Tensor,  # (T, h, d)
         dk: Tensor,  # (T, k, d)
         qkv: Tensor | None,  # (T, (h + 2 k) d), as projected; needed where q and k have norms
-        group: Group,
+        group: HeadGroup,
     ) -> None:
         """The backward of `ready`, in place: turns the gradients of attention's q and k into those
         of the projections' outputs, or of norms over all heads. Adds to the gradients of heads'
@@ -213,7 +213,7 @@ class HeadGroups:
         rotated."""
         return self._normed_dtype != self.q.weight.dtype
 
-    def _split(self, qkv: Tensor, group: Group) -> QKV:
+    def _split(self, qkv: Tensor, group: HeadGroup) -> QKV:
         """Returns views of q (T, h, d), k (T, k, d) and v (T, k, d)."""
         h, k = (group.q.stop - group.q.start), (group.kv.stop - group.kv.start)
         sides = qkv.split([h, k, k], dim=1)

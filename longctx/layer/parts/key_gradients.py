@@ -14,13 +14,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longctx.layer.parts.heads import Group
+from longctx.layer.parts.heads import HeadGroup
 
 
 class KeyGradients:
     """dk and dv (T, K d) of the groups. `do` (T, H d): the gradients of o, where they are held."""
 
-    def __init__(self, groups: Sequence[Group], do: Tensor | None, like: Tensor, T: int) -> None:
+    def __init__(
+        self, groups: Sequence[HeadGroup], do: Tensor | None, like: Tensor, T: int
+    ) -> None:
         h, k = (x.stop - x.start for x in groups[0][:2])
         inside = 0 if do is None else min(2, h // k)  # how many of dv and dk do has room for
         Kd = k * len(groups)
