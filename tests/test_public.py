@@ -108,7 +108,7 @@ def test_mypy_finds_what_is_wrong_in_a_users_script(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 def test_patching_loads_no_module_of_the_program() -> None:
-    """A user who patches a model in a loop of their own imports at most 210 modules of ours."""
+    """A user who patches a model in a loop of their own imports at most 225 modules of ours."""
     script = """
 import sys, torch, longctx
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -126,7 +126,7 @@ print(len(ours), *program, *({"datasets", "deepspeed", "rich"} & {*sys.modules})
     run, env = [sys.executable, "-c", script], {**os.environ, "PYTHONPATH": PYTHONPATH}
     out = subprocess.run(run, check=True, capture_output=True, text=True, env=env).stdout
     count, *others = out.splitlines()[-1].split()
-    assert not others and int(count) <= 210, out
+    assert not others and int(count) <= 225, out
 
 
 def test_importing_longctx_loads_nothing_heavy() -> None:
