@@ -59,8 +59,8 @@ NAMES = {
 
 
 def name_of(row: Row, commit: str | None) -> str:
-    """What a bar says of its row, with a star if that is of another commit than `commit`, and so
-    of another machine."""
+    """Returns the label of a row's bar. A star marks a row of another commit than `commit`,
+    which was measured on another machine."""
     star = " *" if row.get("of_commit") != commit else ""
     peer = (row["side"], row["checkpointing"], row["offload"] or row["tiled_mlp"])
     return NAMES[peer] + star

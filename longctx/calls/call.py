@@ -46,9 +46,9 @@ class Call:
     others: Mapping[str, Any]
     """All other keywords of the call, as they were given."""
     labels: Labels = field(default_factory=Labels)
-    """What the loss is computed by, of a call of a causal model."""
+    """The labels by which a causal model computes its loss; a base model has none."""
     caller: Caller = field(default_factory=Caller)
-    """What the base model's caller reads, and what it is told."""
+    """Records what the base model's caller reads of the output, and takes what it is told."""
     trains: bool
     """Whether the model is in training, and the call records a gradient."""
     states: Any
@@ -89,12 +89,12 @@ class Call:
 
     @property
     def bounds(self) -> Tensor | None:  # (documents + 1,)
-        """Where documents begin, if the call says so."""
+        """The boundaries of documents in the flattened batch; None if the call gives none."""
         return self.others.get(BOUNDS[0])
 
     @property
     def parents(self) -> Parents:  # (documents,)
-        """Which document each one continues (parents.py); None where none does."""
+        """The document that each document continues (parents.py); None where none does."""
         return self.others.get(PARENTS)
 
     @property

@@ -1,4 +1,4 @@
-"""What a call of a causal model says of its loss: which token each hidden state is to predict."""
+"""The labels of a call of a causal model: which token each hidden state is to predict."""
 
 from __future__ import annotations
 

@@ -22,6 +22,9 @@ class Part(Protocol):
     def factor(self) -> float: ...
 
     @property
+    def beside(self) -> bool: ...
+
+    @property
     def scores(self) -> tuple[int, bool] | None: ...
 
     @property
@@ -127,7 +130,7 @@ class LayerSpec:
     @property
     def parallel(self) -> bool:
         """Whether the part over tiles stands beside the one over the row, and reads its norm."""
-        return any(getattr(part, "beside", False) for part in self.parts)
+        return any(part.beside for part in self.parts)
 
     @property
     def between(self) -> bool:

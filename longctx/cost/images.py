@@ -1,4 +1,4 @@
-"""What images add to a step: the vision tower, its pixels, and the features that it makes.
+"""The cost of images in a step: of the vision tower, its pixels, and the features that it makes.
 
 P patches and F features of all images of a batch; H the hidden size of the tower, D that of the
 language model.

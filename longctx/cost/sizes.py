@@ -122,8 +122,8 @@ class Sizes:
     """Whether exact AdamW updates the parameters, with fp32 states; otherwise torch's does, with
     states in the weights' dtype."""
     class_type: str = "custom"
-    """Whose layers run: longctx's (custom), Hugging Face's (vanilla), Liger-Kernel's (liger), or
-    Hugging Face's as measured (any)."""
+    """The layers that run: those of longctx (custom), of Hugging Face (vanilla, or any if they were
+    measured) or of Liger-Kernel (liger)."""
     chunks_loss: bool = True
     """Whether longctx's loss runs, which computes logits in chunks."""
     tile_tokens: int | None = None

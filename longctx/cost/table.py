@@ -62,6 +62,15 @@ class Buffer:
     """The keepable that makes the buffer unnecessary when it is kept."""
 
 
+def buffers_during(moment: str) -> Callable[..., Buffer]:
+    """Returns what makes the buffers of a moment from their names and bytes."""
+
+    def made(name: str, nbytes: int, **how: Any) -> Buffer:
+        return Buffer(name=name, nbytes=nbytes, during=moment, **how)
+
+    return made
+
+
 @dataclass(frozen=True, kw_only=True)
 class Keepable:
     """Saved activations of a layer, which forward may keep and backward else recomputes."""

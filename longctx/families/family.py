@@ -216,6 +216,12 @@ class Layer(LayerSpec):
         return tuple(path for part in self.parts for path in part.in_fp32)
 
     @cached_property
+    def classes(self) -> Names:
+        """The classes that the layer may be of."""
+        own = next((part.decoder for part in self.parts if part.decoder), "DecoderLayer")
+        return self.family.known(own)
+
+    @cached_property
     def fused(self) -> Names:
         """The paths of linear layers that hold several weights in one parameter."""
         return tuple(self.linears[names[0]] for part in self.parts for names in part.in_one)

@@ -84,7 +84,7 @@ def _convolution_state(config: Any, layer: int) -> tuple[int, int]:
     return 0, config.hidden_size * (config.conv_L_cache - 1)
 
 
-def delta_net(gated_norm: str = "norm") -> Declare:
+def delta_net(gated_norm: str = "norm", **fields: Any) -> Declare:
     """Declares a Gated DeltaNet, as in Qwen3.5."""
     return mixer(
         path="linear_attn",
@@ -93,6 +93,7 @@ def delta_net(gated_norm: str = "norm") -> Declare:
         package="fla",
         gated_norm=gated_norm,
         state=_delta_state,
+        **fields,
     )
 
 
@@ -131,9 +132,13 @@ def _olmo_rope(config: Any, layer: int) -> str | None:
     return "all" if rope is not None and rope.get("rope_theta") is not None else None
 
 
+_OLMO_MIXES = delta_net("o_norm", decoder="LinearAttentionDecoderLayer")
 _OLMO_ATTENDS = layer_of(
     attention(
-        norms={"post1": "post_attention_layernorm"} | QK_NORMS, wide_norms=True, rope=_olmo_rope
+        decoder="AttentionDecoderLayer",
+        norms={"post1": "post_attention_layernorm"} | QK_NORMS,
+        wide_norms=True,
+        rope=_olmo_rope,
     ),
     mlp(norms={"post2": "post_feedforward_layernorm"}),
 )
@@ -310,7 +315,7 @@ HYBRIDS: tuple[Family, ...] = (
         kind="olmo_hybrid",
         prefix="OlmoHybrid",
         decoders=("AttentionDecoderLayer", "LinearAttentionDecoderLayer"),
-        layer=either(_is_mixed, layer_of(delta_net("o_norm"), mlp()), _OLMO_ATTENDS),
+        layer=either(_is_mixed, layer_of(_OLMO_MIXES, mlp()), _OLMO_ATTENDS),
         norm=NormClass(spec=ROUNDED_ONCE),
     ),
     Family(

@@ -267,8 +267,7 @@ def _in_layer(at: _Looked, index: int) -> Iterator[str]:
     for name, shape in {**spec.shapes, **spec.held_shapes}.items():
         if 0 in shape:  # as of a shared expert of width 0
             yield f"a weight without elements ({where}.{name})"
-    known = spec.family.known("DecoderLayer")
-    yield from _problems(layer, known, where, patched=is_ours(at.base))
+    yield from _problems(layer, spec.classes, where, patched=is_ours(at.base))
     modules = {name: part_of(layer, name) for name in spec.in_layer}
     yield from _in_modules(at, modules)
     yield from _in_weights(at, modules)

@@ -1,4 +1,4 @@
-"""Which tokens of a call the layers compute, in which order, and how their hidden states go back.
+"""The tokens of a call that the layers compute, their order, and the way back of hidden states.
 
     rows (B, S)         without padding     a shared prompt once
     [P P a a .]         [P P a a P P b]     [P P a a b]

@@ -107,7 +107,8 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 class _Routers(NamedTuple):
-    """What the routers of all layers are told, and what they tell, by the names of `Schedule`."""
+    """The arguments of `Schedule` on routers, by its names: the auxiliary loss and the logits that
+    they are to collect, and the experts that the caller chose."""
 
     balance: Balance | None
     router_logits: RouterLogits | None

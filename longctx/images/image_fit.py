@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 
 class Fit(NamedTuple):
-    """What a model takes of one image."""
+    """The arguments of a model for one image, and the tokens of text that stand for it."""
 
     arguments: dict[str, Shape]
     """Shapes by name; 0 where any length will do."""

@@ -563,3 +563,18 @@ def test_long_trainer_takes_adapters(tmp_path, capsys) -> None:
     trainer.train()
     assert "Hugging Face's layers" not in capsys.readouterr().out
     assert ours.longctx.adopted.tokens == 48
+
+
+def test_a_layer_of_a_familys_other_class_is_a_stranger() -> None:
+    model = family_model("olmo_hybrid")
+    patch_as(model, PatchOptions(), CPU)
+    assert why_not_scheduled(model.model) is None
+    kinds = {type(layer): layer for layer in model.model.layers}
+    assert len(kinds) == 2
+    (one, layer), (other, _) = kinds.items()
+    layer.__class__ = other
+    where = f"model.layers.{[*model.model.layers].index(layer)}"
+    said = str(why_not_scheduled(model.model))
+    assert said.startswith(f"{where}, a ") and other.__name__ in said
+    layer.__class__ = one
+    assert why_not_scheduled(model.model) is None

@@ -58,7 +58,6 @@ class SquaresSpec(PartSpec):
     """Of `Squares`."""
 
     over_tiles: ClassVar[bool] = True
-    beside: bool = False
 
 
 class Squares(OverTiles):

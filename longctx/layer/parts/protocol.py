@@ -24,7 +24,7 @@ NOTHING: Kept = MappingProxyType({})
 
 
 class Part:
-    """What both roles have in common."""
+    """The base class of both roles, made once for each pass through a layer."""
 
     def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
         self._pass = p

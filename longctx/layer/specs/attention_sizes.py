@@ -7,13 +7,12 @@ T tokens, D hidden size, H query heads and K key/value heads of d columns.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from longctx.cost.dims import LayerKind
 from longctx.cost.fitted import WINDOW_EDGES
 from longctx.cost.flops import squared_length
 from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import Buffer, Keepable, Table, Work
+from longctx.cost.table import Buffer, Keepable, Table, Work, buffers_during
 from longctx.layer.adapters.lora import adapter_bytes
 from longctx.layer.linear import weight_sums
 from longctx.layer.specs.part_spec import PartSpec, kept_input
@@ -239,12 +238,8 @@ def _buffers(s: Sizes, spec: AttentionSizes, kind: LayerKind, tokens: int) -> tu
     }
     group = columns // groups * s.itemsize
 
-    def back(name: str, nbytes: int, **how: Any) -> Buffer:
-        return Buffer(name=name, nbytes=nbytes, during="attention backward", **how)
-
-    def last(name: str, nbytes: int) -> Buffer:
-        return Buffer(name=name, nbytes=nbytes, during="projections backward")
-
+    back = buffers_during("attention backward")
+    last = buffers_during("projections backward")
     return (
         Buffer(name="a head group", nbytes=tokens * group, during="attention forward"),
         # The MLP's backward fills these tile by tile.

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from longctx.cost.dims import LayerKind
 from longctx.cost.fitted import EXPERT_LAUNCHES
 from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import Buffer, Keepable, Table, Work
+from longctx.cost.table import Buffer, Keepable, Table, Work, buffers_during
 from longctx.layer.linear import weight_sums
 from longctx.layer.router import Router
 from longctx.layer.specs.mlp_spec import NORM2, MlpSpec
@@ -192,12 +192,8 @@ def _buffers(s: Sizes, spec: ExpertsSpec, kind: LayerKind, tokens: int) -> tuple
     features = spec.width * spec.experts + spec.shared_width
     weights = 3 * s.hidden * features * kind.trains_weights
 
-    def back(name: str, nbytes: int, **how: Any) -> Buffer:
-        return Buffer(name=name, nbytes=nbytes, during="mlp backward", **how)
-
-    def forward(name: str, nbytes: int, **how: Any) -> Buffer:
-        return Buffer(name=name, nbytes=nbytes, during="mlp forward", **how)
-
+    back = buffers_during("mlp backward")
+    forward = buffers_during("mlp forward")
     return (
         forward("its output", s.unit(tokens)),
         forward("a tile", wide + slots + 2 * narrow + logits),

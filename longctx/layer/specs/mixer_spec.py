@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from longctx.cost.dims import LayerKind, Mixed
 from longctx.cost.fitted import MIXER_LAUNCHES, MIXERS
 from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import Buffer, Keepable, Table, Work
+from longctx.cost.table import Buffer, Keepable, Table, Work, buffers_during
 from longctx.layer import segments as cutting
 from longctx.layer.specs.attention_spec import NORM1
 from longctx.layer.specs.part_spec import PartSpec, Paths, kept_input
@@ -147,9 +147,7 @@ def _buffers(s: Sizes, mixed: Mixed, tokens: int) -> tuple[Buffer, ...]:
     graph, narrow = (rows * n * s.itemsize for n in (int(mixed.graph * mixed.columns), s.hidden))
     segmented = tokens > rows
 
-    def back(name: str, nbytes: int, **how: Any) -> Buffer:
-        return Buffer(name=name, nbytes=nbytes, during="mixer backward", **how)
-
+    back = buffers_during("mixer backward")
     return (
         Buffer(name="a mixer's segment", nbytes=graph // 2 + narrow, during="mixer forward"),
         back("dy", s.unit(tokens)),

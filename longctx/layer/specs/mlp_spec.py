@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from longctx.cost.dims import LayerKind
 from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import Buffer, Keepable, Table, Work
+from longctx.cost.table import Buffer, Keepable, Table, Work, buffers_during
 from longctx.layer.adapters.lora import adapter_bytes
 from longctx.layer.linear import weight_sums
 from longctx.layer.specs.part_spec import PartSpec, Paths, Shape
@@ -43,8 +43,6 @@ class MlpSpec(PartSpec):
     activations: Mapping[str, str] = field(default_factory=lambda: {ACT_FN: "silu"}, hash=False)
     gate_scale: float = 1.0
     """Multiplies the gate before its activation."""
-    beside: bool = False
-    """The MLP stands beside the part over the row, in one residual block, and reads its norm."""
 
     @classmethod
     def usual(cls, config: Any) -> dict[str, Any]:
@@ -142,12 +140,8 @@ def _buffers(s: Sizes, spec: MlpSpec, kind: LayerKind, tokens: int) -> tuple[Buf
     weights = s.hidden * spec.width * kind.trains_weights
     rounded = (2 + spec.gated) * weights * s.itemsize
 
-    def back(name: str, nbytes: int, **how: Any) -> Buffer:
-        return Buffer(name=name, nbytes=nbytes, during="mlp backward", **how)
-
-    def forward(name: str, nbytes: int, **how: Any) -> Buffer:
-        return Buffer(name=name, nbytes=nbytes, during="mlp forward", **how)
-
+    back = buffers_during("mlp backward")
+    forward = buffers_during("mlp forward")
     return (
         forward("its output", s.unit(tokens)),
         forward("a tile", wide + 2 * narrow),

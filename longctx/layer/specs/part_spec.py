@@ -76,6 +76,10 @@ class PartSpec:
     """The paths of dropout modules, which must not drop anything."""
     in_fp32: tuple[str, ...] = ()
     """The paths of modules whose parameters transformers keeps in fp32."""
+    beside: bool = False
+    """The part stands beside the one over the row, in one residual block, and reads its norm."""
+    decoder: str = ""
+    """The rest of the name of the class of layers with this part, where a family has several."""
     factor: float = 1.0
     """Multiplies the part's output before it is added to the residual stream."""
     factors: Mapping[str, float] = field(default_factory=dict, hash=False)

@@ -6,7 +6,7 @@ answer's tokens; longctx/losses has the losses themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -18,23 +18,14 @@ from longctx.losses.loss_types import LOSS_TYPES
 from longctx.losses.preference import DPOOptions, dpo_loss
 from longctx.losses.without_reference import CPOOptions, cpo_loss, orpo_loss
 from longctx.train.tasks.answer_values import Tokens, answer_log_probs, summed_log_probs
-from longctx.train.tasks.collate import answers_collator
-from longctx.train.tasks.protocol import Batch, Metric, Task, Values
-from longctx.train.tasks.scoring import attach_scoring
+from longctx.train.tasks.answers_task import AnswersTask
+from longctx.train.tasks.protocol import Batch, Metric, Values
 
 
-class PairTask(Task):
+class PairTask(AnswersTask):
     """The base class of tasks that train on pairs."""
 
     rows = "pairs"
-
-    def collator(
-        self, class_type: str, *, alone: bool = False
-    ) -> Callable[[Sequence[dict[str, Any]]], Batch]:
-        return answers_collator(class_type, alone=alone)
-
-    def attach(self, model: Any) -> None:
-        attach_scoring(model)
 
     def items(self, batch: Batch) -> Tensor:
         return batch["tokens"].new_tensor(len(batch["tokens"]) // 2)
@@ -95,10 +86,7 @@ class ORPO(PairTask):
     """Odds ratio preference optimisation (arXiv 2403.07691). As in TRL its cross-entropy is of all
     tokens of a prompt with its chosen answer."""
 
-    def collator(
-        self, class_type: str, *, alone: bool = False
-    ) -> Callable[[Sequence[dict[str, Any]]], Batch]:
-        return answers_collator(class_type, alone=alone, prompts=True)
+    lists_prompts = True
 
     def values(self, model: Any, batch: Batch) -> Values:
         tokens, prompts = batch["tokens"], len(batch["prompt_targets"])

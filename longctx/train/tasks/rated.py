@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +12,13 @@ from longctx.errors import UserError
 from longctx.losses.kto import kto_loss
 from longctx.train.data.reading.groups import MISMATCHED, SIDE_NAMES
 from longctx.train.tasks.answer_values import answer_log_probs
-from longctx.train.tasks.collate import answers_collator
-from longctx.train.tasks.protocol import Batch, Metric, Task, Values
-from longctx.train.tasks.scoring import attach_scoring
+from longctx.train.tasks.answers_task import AnswersTask
+from longctx.train.tasks.protocol import Batch, Metric, Values
 
 DESIRABLE = SIDE_NAMES["rated"].index("desirable")
 
 
-class KTO(Task):
+class KTO(AnswersTask):
     """Each prompt also gets the answer to another prompt, whose log-ratio estimates the KL from the
     reference. The estimate is the mean over a batch of all processes, at least 0, and gets no
     gradient."""
@@ -38,14 +36,6 @@ class KTO(Task):
     @property
     def mismatched(self) -> bool:  # type: ignore[override]
         return self.loss_type == "kto"
-
-    def collator(
-        self, class_type: str, *, alone: bool = False
-    ) -> Callable[[Sequence[dict[str, Any]]], Batch]:
-        return answers_collator(class_type, alone=alone)
-
-    def attach(self, model: Any) -> None:
-        attach_scoring(model)
 
     def items(self, batch: Batch) -> Tensor:
         return (batch["sides"] != MISMATCHED).sum()
