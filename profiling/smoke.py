@@ -4,18 +4,20 @@
     python profiling/smoke.py zero3 dpo       the cases whose name has one of these words
     python profiling/smoke.py --list          the cases with their commands
     python profiling/smoke.py --output profiling/results/gpu_smoke.json
-    python profiling/smoke.py --limit_s 450   those that are not done by then fail
+    python profiling/smoke.py --limit_s 450   those that are running by then fail
+    python profiling/smoke.py --rest --output profiling/results/gpu_smoke.json
+                                              those that this file does not call passed
 
 Tests run without a GPU, and benchmarks build their trainer themselves: this alone goes through the
 command line, its plan, its engines and its files on CUDA. A case is one command or several in turn.
 It fails by a command's exit status, by its time, by a traceback, where a line that it must print is
-missing, and where Hugging Face's layers ran in place of the schedule. Three cases with a model of
-published size, fewer where one is large, and six with a tiny one run at a time on each GPU, which
-takes 80 GB.
+missing, and where Hugging Face's layers ran in place of the schedule. Cases with a model of
+published size share a GPU by its memory (three on 80 GB, fewer where one is large), beside six with
+a tiny one; those that took longest in the published results begin first.
 
 A line tells what became of each case; the exit status is 1 if one failed. Rows of the results:
-case, gpus, on (which ones), outcome, s, and where a case failed, the line that says why. What
-commands print stays in --logs.
+case, gpus, on (which ones), outcome, s, and where a case failed, the line that says why. Cases that
+`--limit_s` leaves no time to begin have no row. What commands print stays in --logs.
 """
 
 from __future__ import annotations
@@ -44,16 +46,20 @@ from transformers import GPT2Config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from profiling.results import results_file, write_results
+from longctx.constants import GIB
+from profiling.results import read_rows, results_file, write_results
 
 ROOT = Path(__file__).resolve().parents[1]
 Words = tuple[str, ...]
 
 LIMIT_S = 300
 """Seconds that a case may take. The slowest compiles kernels and takes about 60."""
-LARGE, TINY_ONES = 3, 6
-"""Cases that share a GPU: those that may take BUDGET or somewhat more, and those of tiny models."""
 BUDGET: Words = ("--gpu_memory_gib", "18")
+PLACE_GIB = 26
+"""GPU memory of a case that may take BUDGET or somewhat more."""
+TINY_ONES = 6
+"""Cases of tiny models that share a GPU."""
+PUBLISHED = ROOT / "profiling/results/gpu_smoke.json"
 SEVERAL = (2, 4, 8)
 """GPUs of the cases of several."""
 PORTS = count(21001)
@@ -689,9 +695,11 @@ def problem_of(case: Case, status: int, said: str) -> str | None:
 
 
 def run(case: Case, gpus: Sequence[int], logs: Path, end: float = math.inf) -> dict[str, Any]:
-    """Runs a case's commands on these GPUs, and returns its row. None runs after `end`, by
-    time.monotonic."""
+    """Runs a case's commands on these GPUs, and returns its row. No command runs after `end`, by
+    time.monotonic, and a case that would begin then has the outcome "not begun"."""
     begin, said, status = time.monotonic(), "", 0
+    if begin >= end:
+        return {"case": case.name, "gpus": case.gpus, "outcome": "not begun"}
     end = min(end, begin + LIMIT_S)
     for command in case.commands:
         status, output = _output(command, gpus, end - time.monotonic())
@@ -754,16 +762,23 @@ class Lanes:
         return sum(free >= case.places for free in self._free.values())
 
 
+def places_of(gpu: int) -> int:
+    """Returns how many cases with a model of published size share this GPU."""
+    return max(1, int(torch.cuda.get_device_properties(gpu).total_memory / GIB / PLACE_GIB))
+
+
 def run_all(
     first: Case, others: Sequence[Case], gpus: int, logs: Path, end: float = math.inf
 ) -> Iterator[dict[str, Any]]:
     """Yields a row a case, as they end. Those of published size wait for the model of `first`."""
+    took = {row["case"]: row["s"] for row in read_rows(PUBLISHED)}
+    others = sorted(others, key=lambda case: -took.get(case.name, LIMIT_S))
     running = Lanes(gpus, TINY_ONES, logs, end).start(case for case in others if case.is_tiny)
     row = run(first, [0], logs, end)
     yield row
     if row["outcome"] == "passed":  # or others have no model to read
         large = (case for case in others if not case.is_tiny)
-        running += Lanes(gpus, LARGE, logs, end).start(large)
+        running += Lanes(gpus, places_of(0), logs, end).start(large)
     for done in as_completed(running):
         yield done.result()
 
@@ -774,8 +789,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=results_file, help="JSON file to write")
     parser.add_argument("--logs", type=Path, help="folder for what commands print")
     parser.add_argument("--limit_s", type=float, default=math.inf, help="seconds for all of them")
+    parser.add_argument(
+        "--rest", action="store_true", help="run cases that OUTPUT does not call passed"
+    )
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     args = parser.parse_args(argv)
+    if args.rest and not args.output:
+        parser.error("--rest reads --output: name the file of the run that it completes")
     gpus = torch.cuda.device_count()
     if not gpus and not args.list:
         sys.exit(
@@ -786,6 +806,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         inputs = Inputs(Path(folder))
         first, others = first_case(inputs), cases(inputs)
         named = [case for case in others if not args.words or _named(case, args.words)]
+        if args.rest:
+            done = {row["case"] for row in read_rows(args.output) if row["outcome"] == "passed"}
+            named = [case for case in named if case.name not in done]
         if args.list:
             for case in (first, *named):
                 print(case.name, *(f"    {shlex.join(words)}" for words in case.commands), sep="\n")
@@ -796,17 +819,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         runnable = [case for case in named if case.gpus <= gpus]
         order = {case.name: place for place, case in enumerate((first, *runnable))}
         end = time.monotonic() + args.limit_s
+        key = ("case", "gpus") if args.words or args.rest else None
         for row in run_all(first, runnable, gpus, logs, end):
+            if row["outcome"] == "not begun":
+                continue
             rows = sorted([*rows, row], key=lambda row: order[row["case"]])
             print(
                 f"{row['outcome']:6} {row['case']:28} {row['s']:5.0f} s {row.get('problem', '')}",
                 flush=True,
             )
             if args.output:
-                write_results(args.output, rows, key=("case", "gpus") if args.words else None)
-    failed = [row["case"] for row in rows if row["outcome"] == "failed"]
-    print(f"{len(rows) - len(failed)} passed, {len(failed)} failed; output in {logs}")
-    sys.exit(bool(failed))
+                write_results(args.output, rows, key=key)
+    failed = sum(row["outcome"] == "failed" for row in rows)
+    left = len(order) - len(rows)
+    print(f"{len(rows) - failed} passed, {failed} failed, {left} not begun; output in {logs}")
+    sys.exit(bool(failed or left))
 
 
 def _named(case: Case, words: Sequence[str]) -> bool:

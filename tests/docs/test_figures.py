@@ -78,9 +78,9 @@ def test_a_figure_that_is_a_tenth_off_is_noticed() -> None:
 def test_the_smokes_are_those_of_their_files() -> None:
     """How many command lines ran and at which commit, and that all passed."""
     text = " ".join((ROOT / "docs/results.md").read_text(encoding="utf-8").split())
-    said = r"(\d+)(?: command lines)? for (?:one and two GPUs|four) (?:passed )?at (\w+)"
+    said = r"(\d+) for (?:one GPU|one and two GPUs|four) passed at (\w+)"
     for (count, commit), name in zip(
-        re.findall(said, text), ("gpu_smoke", "h100_x4_smoke"), strict=True
+        re.findall(said, text), ("gpu_smoke", "h200_x2_smoke", "h100_x4_smoke"), strict=True
     ):
         file = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         outcomes = [row["outcome"] for row in file["rows"]]

@@ -112,3 +112,30 @@ def test_no_gpu_has_more_cases_than_places(smoke, tmp_path: Path, monkeypatch) -
     started = smoke.Lanes(2, 3, tmp_path, 0.0).start(given)
     assert sorted(int(future.result(60)["case"]) for future in started) == [*range(len(given))]
     assert {*most} == {0, 1} and all(2 <= n <= 3 for n in most.values()) and not +used
+
+
+def test_what_is_left_of_a_run_is_completed(smoke, tmp_path: Path, monkeypatch) -> None:
+    """`--limit_s` leaves cases without a row, and `--rest` runs these and what failed."""
+    output, ran = tmp_path / "smoke.json", []
+
+    def run(case, gpus, logs, end):
+        ran.append(case.name)
+        outcome = {2: "failed", 3: "not begun"}.get(len(ran), "passed")
+        return {"case": case.name, "gpus": case.gpus, "outcome": outcome, "s": 1.0}
+
+    monkeypatch.setattr(smoke, "run", run)
+    monkeypatch.setattr(smoke.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(smoke, "places_of", lambda gpu: 3)
+    for rest, status in (((), 1), (("--rest",), 0)):
+        with pytest.raises(SystemExit) as ended:
+            smoke.main(["dpo", *rest, "--output", str(output), "--logs", str(tmp_path)])
+        assert ended.value.code == status
+    names = [case for case in ran if "dpo" in case]
+    rows = smoke.read_rows(output)
+    assert len(names) == len({*names}) + 2 and ran.count("custom") == 2
+    assert {row["case"] for row in rows} == {*ran}
+    assert all(row["outcome"] == "passed" for row in rows)
+    end = smoke.time.monotonic() - 1
+    monkeypatch.undo()
+    row = smoke.run(smoke.Case(name="late", commands=()), [0], tmp_path, end)
+    assert row["outcome"] == "not begun"
