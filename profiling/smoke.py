@@ -138,6 +138,9 @@ class Inputs:
             "answers", ({"prompt": f"Say {i}.", "completion": f" It is {i}."} for i in numbers)
         )
         self.chats = self._write("chats", (_chat(i) for i in range(512)))
+        self.book = str(folder / "book.txt")
+        """One document of 100,000 words."""
+        Path(self.book).write_text(" ".join(f"It was {i * i % 9973}." for i in range(33_334)))
         self.files = folder / "files"
         """A folder as people have it: one list of conversations in JSON, a table, and a note."""
         self.files.mkdir(exist_ok=True)
@@ -323,7 +326,8 @@ def _every_kth_input(inputs: Inputs) -> Iterator[Case]:
 
 
 def _graphs(inputs: Inputs) -> Iterator[Case]:
-    """Steps enough to record the layers, over whole weights, adapters, several batches a step."""
+    """Steps enough to record the layers, over whole weights, adapters, several batches a step, and
+    each kind of mixer, over rows of one document."""
     small = "--preset smollm2-135m"
     options = {
         "graphs": small,
@@ -331,6 +335,9 @@ def _graphs(inputs: Inputs) -> Iterator[Case]:
         "graphs_qlora": "--lora_r 4 --quantize nf4",
         "graphs_in_8_gib": "--lora_r 4 --quantize nf4 --gpu_memory_gib 8",
         "graphs_dpo": f"--task dpo --train_file {inputs.pairs} --lora_r 4",
+        "graphs_delta_net": f"--preset tiny-hybrid --lora_r 4 --train_file {inputs.book}",
+        "graphs_mamba": f"--preset falcon-h1-0.5b --lora_r 4 --train_file {inputs.book}",
+        "graphs_convolution": f"--preset lfm2-1.2b --lora_r 4 --train_file {inputs.book}",
     }
     for name, text in options.items():
         words = (*"--seq_len 2048 --max_steps 6".split(), *text.split())

@@ -66,6 +66,8 @@ class Schedule:
     """The logits of their routers, if they are."""
     expert_ids: tuple[Tensor | None, ...] = ()
     """The experts (T, k) of each layer that has some, if a caller chose them."""
+    given_segments: tuple[cutting.Segment, ...] = ()
+    """The segments of mixers, if they were made before: a CUDA graph cannot record how they are."""
 
     @cached_property
     def seed(self) -> int:
@@ -75,7 +77,7 @@ class Schedule:
     @cached_property
     def segments(self) -> tuple[cutting.Segment, ...]:
         """How mixers run over the documents."""
-        return cutting.segments(self.documents, cutting.SEGMENT_TOKENS)
+        return self.given_segments or cutting.segments(self.documents, cutting.SEGMENT_TOKENS)
 
     def window(self, t: AttentionSpec) -> int | None:
         """Returns the window of a layer's attention; None where no document, after its parent, is

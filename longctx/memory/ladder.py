@@ -128,16 +128,12 @@ def choose(step: Step, levels: Sequence[Levels], budget: Budget) -> Chosen:
 
 DROPS = "dropout of adapters draws another mask in each pass"
 """Why layers with adapters that have dropout cannot run as CUDA graphs."""
-MIXES = "layers with mixers run modules of Hugging Face's"
-"""Why layers with mixers cannot run as CUDA graphs."""
 
 
 def _why_not_recorded(step: Step, levels: Sequence[Levels]) -> str | None:
     """Returns why layers cannot run as CUDA graphs, however much memory there is."""
     if any(kind.drops for kind in step.sizes.kinds):
         return DROPS
-    if any(kind.runs_modules for kind in step.sizes.kinds):
-        return MIXES
     if step.offload == "all" or any(placed.first for placed in levels):
         return "something of every step waits on the host"
     return None

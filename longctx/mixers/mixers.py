@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from longctx.families.adapters import is_adapted
 from longctx.families.families import layers_of
 from longctx.families.family import Layer, part_of
 from longctx.kernels.state_space import WIDEST
@@ -53,6 +54,14 @@ class ModelsMixer:
             type(module) is nn.Dropout and module.p > 0 for module in self.module.modules()
         )
 
+    def facts(self) -> tuple[Any, ...]:
+        """Returns what a recording of it depends on beside its parameters: its modules and their
+        forwards, its own settings, its buffers, and which adapters are applied."""
+        modules = [(id(module), type(module), _applied(module)) for module in self.module.modules()]
+        settings = [(k, v) for k, v in vars(self.module).items() if type(v) in _PLAIN]
+        buffers = [(id(x), x.data_ptr()) for x in self.module.buffers()]
+        return self.spec, self.drops, modules, settings, buffers
+
     def __call__(
         self,
         n: Tensor,  # (rows, t, D)
@@ -68,6 +77,17 @@ class ModelsMixer:
             z: Tensor = functional_call(self.module, dict(parameters), (), how)
         # Falcon-H1's norm drops a dimension if rows have one token.
         return z.view(n.shape), carried.end
+
+
+_PLAIN = {bool, int, float, str, tuple, type(None)}
+
+
+def _applied(module: Any) -> tuple[Any, ...]:
+    """Returns which adapters of PEFT a linear layer applies, and their scales."""
+    if not is_adapted(module):
+        return ()
+    off = module.disable_adapters, module.merged
+    return *off, tuple(module.active_adapters), tuple(module.scaling.items())
 
 
 class Carried:

@@ -15,8 +15,12 @@ gradients with all hooks, the optimizer. Nobody sees a tensor that the next repl
 Where documents begin is data: bounds fill a place for so many documents, the rest of which are
 empty. Windows that are longer than every document are left out, as the schedule does, so that a
 batch in which other windows count has another key. Attention that loops over documents on the host
-has a graph for given lengths. Where documents continue others, there is room for so many copies of
-keys (attention/copied.py); what does not copy them runs eagerly.
+has a graph for given lengths, and so has a model with mixers, which are called document by document
+(layer/segments.py). Where documents continue others, there is room for so many copies of keys
+(attention/copied.py); what does not copy them runs eagerly, and so do mixers.
+
+A mixer is recorded as it runs: its module's own forward, and in backward once more with a graph of
+autograd's, whose nodes are recorded as all others.
 
 A replay starts before anybody has looked whether the model is still what was recorded (its
 modules, adapters, weights, settings): that takes Python, and the GPU computes meanwhile.
@@ -41,26 +45,15 @@ from longctx.attention.copied import MOST_BYTES
 from longctx.attention.documents import Documents, Keys
 from longctx.constants import GIB
 from longctx.errors import print_rank0
-from longctx.families.adapters import with_adapters
-from longctx.families.families import (
-    final_norm_of,
-    final_norm_spec,
-    layer_adapters,
-    layer_norm_spec,
-    layer_specs,
-    layer_weights,
-    layers_of,
-    rotary_embeddings,
-    windows,
-)
+from longctx.families.families import final_norm_of, final_norm_spec, mixes
 from longctx.families.strangers import why_not_scheduled
 from longctx.kernels.launch import once_differentiable
-from longctx.layer.adapters.protocol import Settings
 from longctx.layer.parts.norms import final_norm
+from longctx.layer.passes import Schedule
 from longctx.layer.schedule import scheduled_layer
-from longctx.memory.ladder import DROPS
+from longctx.layer.segments import segments
 from longctx.memory.store import free_gpu_bytes
-from longctx.memory.stream import Hook
+from longctx.runtime.recorded import GraphKey, Read, hooks_of_others
 from longctx.runtime.runtime import Runtime, follows_positions, make_schedule
 
 MOST_GRAPHS = 4
@@ -81,93 +74,10 @@ _APART = (
 )
 
 
-class GraphKey(NamedTuple):
-    """What batches that one graph can replay have in common."""
-
-    tokens: int
-    position_rows: int
-    dtype: torch.dtype
-    needs_dx: bool
-    longest: int
-    """No document is longer; those windows count that are shorter."""
-    lengths: tuple[int, ...] | None
-    """Those of the documents, where attention needs them on the host."""
-    places: int
-    """The most places that a copied key has; none where attention reads keys in their place."""
-    precision: tuple[Any, ...]
-    """Torch's settings by which it chooses kernels."""
-
-    @classmethod
-    def of(
-        cls, base: Any, runtime: Runtime, x: Tensor, rope: Tensor, documents: Documents
-    ) -> GraphKey:
-        shorter = (window for window in windows(base.config) if window is not None)
-        limits = (n for n in (*shorter, *runtime.attention.limits) if n >= documents.longest)
-        longest = min([len(x), *limits])
-        return cls(
-            tokens=len(x),
-            position_rows=rope.shape[:-1].numel(),
-            dtype=x.dtype,
-            needs_dx=x.requires_grad,
-            longest=longest,
-            lengths=None if runtime.attention.reads_bounds(longest) else documents.lengths,
-            places=0 if documents.keys is None else documents.keys.places.shape[1],
-            precision=(
-                torch.are_deterministic_algorithms_enabled(),
-                torch.get_float32_matmul_precision(),
-                torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-                torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-            ),
-        )
-
-
-class Read(NamedTuple):
-    """The weights, adapters and settings that a model's layers compute with now."""
-
-    layers: list[tuple[dict[str, Tensor], dict[str, Settings]]]
-    """The parameters of each, and the settings of its adapters."""
-    norm: dict[str, Tensor]
-    settings: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, base: Any) -> Read:
-        parameters = [
-            with_adapters(layer_weights(layer, spec), layer_adapters(layer, spec), 0, int)
-            for layer, spec in layers_of(base)
-        ]
-        last = final_norm_of(base)
-        found = {name: getattr(last, name, None) for name in ("weight", "bias")}
-        ropes = rotary_embeddings(base).items()
-        return cls(
-            layers=parameters,
-            norm={name: x for name, x in found.items() if x is not None},
-            settings=(
-                layer_specs(base.config),
-                layer_norm_spec(base),
-                final_norm_spec(base),
-                tuple((name, x.data_ptr(), scaling) for name, (x, scaling) in ropes),
-            ),
-        )
-
-    def tensors(self) -> Iterator[Tensor]:
-        for parameters, _ in self.layers:
-            yield from parameters.values()
-        yield from self.norm.values()
-
-    def facts(self) -> list[Any]:
-        """Returns all that a graph depends on, to be compared with what it was when the graph was
-        recorded: names and settings, and the identity, place and training of each tensor."""
-        settings = [(tuple(parameters), adapters) for parameters, adapters in self.layers]
-        return [self.settings, *settings, *map(_key, self.tensors())]
-
-    @property
-    def drops(self) -> bool:
-        """Whether an adapter draws a dropout mask, another one in each pass."""
-        return any(getattr(x, "dropout", 0.0) for _, of in self.layers for x in of.values())
-
-
-def _key(x: Tensor) -> tuple[Any, ...]:
-    return id(x), x.data_ptr(), x.requires_grad, id(getattr(x, "quant_state", None))
+_OTHER_DOCUMENTS = (
+    "no CUDA graphs for batches whose documents have other lengths than those of the batch before: "
+    "mixers, and attention with some backends, are called document by document"
+)
 
 
 class Recording:
@@ -259,10 +169,14 @@ class Graph:
         self._aliases = {id(x): x.detach().requires_grad_() for x in self.trained}
         self._inputs = [self._x.requires_grad_(key.needs_dx), *self._aliases.values()]
 
+        # Made before the recording, in which nothing may be copied from the host.
+        cut = segments(documents) if any(self.read.mixers) else ()
+
         def forward() -> Tensor:
             lengths = key.lengths or (key.longest,)
             whole = Documents(lengths=lengths, cu_seqlens=self._bounds, keys=self._keys)
-            return self._layers(base, runtime, whole)
+            how = (base, runtime, self._rope, whole, 1)
+            return self._layers(base, make_schedule(*how, given_segments=cut))
 
         def backward(hidden: Tensor) -> list[Tensor | None]:
             inputs = self._inputs if key.needs_dx else self._inputs[1:]
@@ -284,12 +198,12 @@ class Graph:
     def _hidden_dtype(self, base: Any, x: Tensor) -> torch.dtype:
         return final_norm_spec(base).dtype(x.dtype, final_norm_of(base).weight.dtype)
 
-    def _layers(self, base: Any, runtime: Runtime, documents: Documents) -> Tensor:
-        x, schedule = self._x, make_schedule(base, runtime, self._rope, documents, 1)
-        for above, (parameters, adapters) in zip(
-            reversed(range(len(self.read.layers))), self.read.layers, strict=True
-        ):
-            x = scheduled_layer(x, schedule, above, self._recorded_of(parameters), adapters)
+    def _layers(self, base: Any, schedule: Schedule) -> Tensor:
+        x, layers = self._x, zip(self.read.layers, self.read.mixers, strict=True)
+        for i, ((parameters, adapters), mixer) in enumerate(layers):
+            given = self._recorded_of(parameters)
+            above = len(self.read.layers) - 1 - i
+            x = scheduled_layer(x, schedule, above, given, adapters, mixes=mixer)
         norm = self._recorded_of(self.read.norm)
         return final_norm(x, norm["weight"], norm.get("bias"), final_norm_spec(base), owned=True)
 
@@ -409,6 +323,11 @@ class Graphs:
         earlier, self._earlier = self._earlier, key
         return earlier == key
 
+    def differs_in_documents(self, key: GraphKey) -> bool:
+        """Whether the batch before had this key but for the lengths of its documents."""
+        earlier = self._earlier
+        return earlier not in (None, key) and earlier._replace(lengths=key.lengths) == key
+
     def begin(self) -> Replay:
         run = Replay()
         self._run, self._replayed = weakref.ref(run), self._replayed + 1
@@ -491,6 +410,8 @@ def graphed(
         graphs.make_room(x.device)
         return None
     key = GraphKey.of(base, runtime, x, rope, documents)
+    if graphs.differs_in_documents(key):
+        _say(runtime, _OTHER_DOCUMENTS)
     again, graph = graphs.is_repeated(key), None
     if not graphs.is_busy:
         graph = graphs.find(key, documents)
@@ -521,6 +442,7 @@ def _is_asked(base: Any, runtime: Runtime, x: Tensor, documents: Documents) -> b
         and len(x) <= runtime.adopted.tokens
         and not (documents.padding or documents.images)
         and (documents.keys is not None or not documents.parents)
+        and not (documents.parents and mixes(base.config))
         and not follows_positions(base)
         and not torch.is_anomaly_enabled()
         and not torch._C._len_torch_dispatch_stack()  # type: ignore[attr-defined]
@@ -536,34 +458,15 @@ def _is_recordable(base: Any, runtime: Runtime, graphs: Graphs) -> bool:
     """Whether the model has nothing that a replay would leave out. Gives up where it has."""
     if why_not_scheduled(base):
         return False
-    reason = "hooks on layers" if _hooks_of_others(base) else None
-    if reason is None:
-        read = Read.of(base)
-        if read.drops:
-            reason = DROPS
-        elif any(x.requires_grad and not x.is_leaf for x in read.tensors()):
-            reason = "weights are computed from others"
-        elif not any(x.requires_grad for x in read.tensors()):
-            reason = "no weight of a layer is trained"
+    reason = hooks_of_others(base) or Read.of(base).why_not_recorded()
     if reason is not None:
         graphs.give_up(runtime, reason)
     return reason is None
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def _hooks_of_others(base: Any) -> bool:
-    """Whether layers have hooks, but for those that bring blocks which are always there."""
-    hooks = (
-        h for m in (*base.layers, final_norm_of(base)) for n in _HOOKS for h in vars(m)[n].values()
-    )
-    return any(not isinstance(hook, Hook) or hook.moves for hook in hooks)
-
-
 def _is_unchanged(graph: Graph, base: Any) -> bool:
     try:
-        return not _hooks_of_others(base) and graph.still_holds(Read.of(base))
+        return not hooks_of_others(base) and graph.still_holds(Read.of(base))
     except (AttributeError, KeyError):  # a module that is not whole, which is said elsewhere
         return False
 

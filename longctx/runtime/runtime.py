@@ -461,10 +461,11 @@ def make_schedule(
     position_ids: Tensor,  # (T,) or (3, T)
     documents: Documents,
     rows: int,
-    **of_routers: Any,
+    **more: Any,
 ) -> Schedule:
-    """What the layers share for this batch. Raises UserError for head groups that do not divide
-    the key/value heads, and heads that the ranks of a row cannot share."""
+    """Returns what the layers share for this batch; `more` are further fields of `Schedule`, such
+    as those of routers. Raises UserError for head groups that do not divide the key/value heads,
+    and heads that the ranks of a row cannot share."""
     config, heads = base.config, kv_heads(base.config)
     tile_tokens, head_groups = runtime.pieces(position_ids.shape[-1], config)
     if heads % head_groups:
@@ -499,7 +500,7 @@ def make_schedule(
         attention=attention,
         store=runtime.store,
         tile_tokens=tile_tokens,
-        **of_routers,
+        **more,
         head_groups=head_groups,
         dtype=runtime.dtype,
     )

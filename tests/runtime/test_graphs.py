@@ -1,7 +1,6 @@
 """CUDA graphs of the layers: the bits of eager passes, over whatever changes between two batches.
 
-Without a GPU a recording is made again at each replay, from the fixed places that a graph reads and
-into those that it writes: everything but CUDA's own part is what runs on a GPU.
+Without a GPU a recording is made again at each replay (tests/small_graphs.py).
 """
 
 from __future__ import annotations
@@ -15,11 +14,20 @@ from typing import Any
 
 import pytest
 import torch
-from by_bounds import ByBounds
-from small_families import family_config
-from small_model import tiny_config
+from small_graphs import (
+    GPU,
+    MadeAgain,
+    assert_same,
+    batch,
+    compute_by,
+    count,
+    make,
+    recorded_with,
+    runtime_of,
+    step,
+    trained,
+)
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 import longctx
 from exactness import DEVICE
@@ -30,111 +38,14 @@ from longctx.cost.fitted import GRAPHED_TOKENS
 from longctx.cost.seconds import NO_TRAFFIC
 from longctx.memory.ladder import Budget, Chosen
 from longctx.runtime import graphs
-from longctx.runtime.runtime import Runtime
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
-ROWS = ([20, 27, 1], [40, 8], [48], [16, 16, 16], [5, 40, 3])
-"""The documents of a row of 48 tokens."""
-GPU = DEVICE == "cuda"
-DTYPE = torch.bfloat16 if GPU else torch.float32
-
-
-class MadeAgain(graphs.Recording):
-    def __init__(self, forward: Any, backward: Any, pool: Any) -> None:
-        self._functions = forward, backward
-        self._live = forward()
-        self.grads = [None if x is None else x.clone() for x in backward(self._live)]
-        self.hidden = self._live.detach().clone()
-
-    def replay_forward(self) -> None:
-        with torch.enable_grad():
-            self._live = self._functions[0]()
-        self.hidden.copy_(self._live.detach())
-
-    def replay_backward(self) -> None:
-        for place, grad in zip(self.grads, self._functions[1](self._live), strict=True):
-            if place is not None:
-                place.copy_(grad)
 
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: Any) -> Iterator[None]:
-    if not GPU:
-        monkeypatch.setattr(graphs.Graph, "recording", MadeAgain)
-        monkeypatch.setattr(graphs, "can_record", lambda x: True)
-        adopt = Runtime.adopt
-
-        def always(runtime: Runtime, *given: Any) -> None:
-            adopt(runtime, *given)
-            graphed = runtime.args.cuda_graphs == "auto"
-            runtime.adopted = replace(runtime.adopted, graphed=graphed)
-
-        monkeypatch.setattr(Runtime, "adopt", always)
-    was = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(was)
-
-
-def batch(i: int = 0, rows: int = 1, documents: list[int] | None = None) -> dict[str, Any]:
-    lengths = ROWS[i % len(ROWS)] if documents is None else documents
-    random = torch.Generator().manual_seed(i)
-    ids = torch.randint(50, (rows, sum(lengths)), generator=random)
-    positions = torch.cat([torch.arange(n) for n in lengths]).repeat(rows, 1)
-    labels = ids.masked_fill(positions < 1, -100)
-    found = dict(input_ids=ids, labels=labels, position_ids=positions)
-    return {name: x.to(DEVICE) for name, x in found.items()}
-
-
-def make(family: str = "llama", lora: bool = False, **options: Any) -> Any:
-    torch.manual_seed(0)
-    config = tiny_config() if family == "llama" else family_config(family)
-    model: Any = AutoModelForCausalLM.from_config(config).to(DEVICE, DTYPE).train()
-    if lora:
-        peft = pytest.importorskip("peft")
-        chosen = peft.LoraConfig(r=4, target_modules="all-linear", **options.pop("peft", {}))
-        model = peft.get_peft_model(model, chosen)
-        for name, x in model.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(x, std=0.02)
-    longctx.patch(model, **options)
-    if not GPU:
-        compute_by(model, ByBounds())
-    return model
-
-
-def compute_by(model: Any, attention: Any) -> None:
-    runtime = runtime_of(model)
-    runtime.compute = replace(runtime.compute, attention=attention)
-
-
-def runtime_of(model: Any) -> Any:
-    return next(m.longctx for m in model.modules() if "longctx" in vars(m))
-
-
-def count(model: Any) -> int:
-    return len(runtime_of(model).graphs or ())
-
-
-def step(model: Any, given: dict[str, Any], optimizer: Any = None) -> list[Tensor]:
-    loss = model(**given).loss
-    loss.backward()
-    found = [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-    if optimizer is not None:
-        optimizer.step()
-    model.zero_grad()
-    return found
-
-
-def assert_same(found: list[list[Tensor]], expected: list[list[Tensor]]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert len(ours) == len(theirs)
-        assert all(map(torch.equal, ours, theirs))
-
-
-def trained(model: Any, steps: Any) -> list[list[Tensor]]:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    return [step(model, given, optimizer) for given in steps]
+    with recorded_with(monkeypatch, MadeAgain):
+        yield
 
 
 EITHER_WAY = ["llama", "gemma3_text"]

@@ -116,8 +116,11 @@ class Mixer(OverRow):
         begin = tuple(state.expand(len(n1), *state.shape[1:]) for state in begin)
         # Each segment has random numbers of its own, the same ones whenever it runs.
         seed = hash((s.seed, self._pass.layer, i)) if self._mixes.drops else None
-        # In autocast n1 is fp32 as the weights are, and the module casts as in their layers.
-        with torch.autocast(kind, s.dtype, enabled=n1.dtype != s.dtype), _seeded(n1.device, seed):
+        # In autocast n1 is fp32 as the weights are, and the module casts as in their layers. A
+        # cache would keep its casts alive, and a replayed CUDA graph would read those of the step
+        # that was recorded.
+        casts = dict(enabled=n1.dtype != s.dtype, cache_enabled=False)
+        with torch.autocast(kind, s.dtype, **casts), _seeded(n1.device, seed):
             return self._mixes(n1, begin, parameters)
 
     def output(self, x: Tensor, tile: slice) -> Tensor:
