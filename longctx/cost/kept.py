@@ -8,10 +8,12 @@
     gate up   gate and up                           7                         their matmuls
     down      what a norm after the MLP reads (**)  1                         the matmul of down
     routing   the experts that were chosen          small; always kept        nothing
+    graph     autograd's graph of a mixer (***)     -                         the mixer's forward
 
 (*) where each head of q and k has a norm, as they were projected: the norms' gradients need them
     so. Norms over all heads (wide_norms.py) keep rstd with o instead, 8 bytes a token.
 (**) only in layers with such norms; there h is what the norm after attention reads.
+(***) only in layers that run as CUDA graphs.
 
 A mixer that replaces attention keeps its output as o, with the states at the start of its segments,
 and no h, which is the sum of x and o then. Where a layer has attention and a mixer, both keep o.
@@ -36,7 +38,7 @@ from longctx.cost.table import INPUT, Table
 from longctx.settings import Keeping, Offload
 
 Names = frozenset[str]
-ORDER = ("x", "o", "h", "q k v", "gate up", "down", "routing")
+ORDER = ("x", "o", "h", "q k v", "gate up", "down", "routing", "graph")
 """The names of keepables, in the order in which they are written and in which a layer's backward
 needs them."""
 WORDS: tuple[Keeping, ...] = ("x", "o", "h", "qkv", "all")
@@ -66,12 +68,14 @@ def in_order(names: Names) -> list[str]:
     return sorted(names, key=lambda name: (known.get(name, len(known)), name))
 
 
-def asked(keep: Keeping, layer: Table) -> Names:
+def asked(keep: Keeping, layer: Table, *, recorded: bool = False) -> Names:
     """Returns the keepables that a word of --keep stands for in a layer of this table: those that
-    must be kept, and of the word's own those that spare backward something."""
+    must be kept, and of the word's own those that spare backward something. `recorded`: the layer
+    runs as a CUDA graph."""
     words = WORDS[: 1 + WORDS.index("o" if keep == "auto" else keep)]
     useful = (k for k in layer.keepables if any(w.flops or w.nbytes for w in k.spares))
-    return layer.always | {k.name for k in useful if k.word in words}
+    able = (k for k in useful if k.word in words and (recorded or not k.recorded))
+    return layer.always | {k.name for k in able}
 
 
 def uniform(layers: Sequence[Table], keep: Keeping, offload: Offload) -> Ladder:

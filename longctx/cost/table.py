@@ -94,6 +94,8 @@ class Keepable:
     """Whether it must be kept, since no part of the layer can recompute it."""
     buffered: bool = False
     """Whether backward recomputes all of it before anything else if it was not kept."""
+    recorded: bool = False
+    """Whether only layers that run as CUDA graphs keep it: nothing of them leaves the GPU."""
 
     @property
     def aligned(self) -> int:

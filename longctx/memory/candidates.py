@@ -106,16 +106,18 @@ class Candidates(NamedTuple):
         return Candidates(self.choices, self.layers[which], self.numbers[which])
 
 
-def sets(kinds: Sequence[Table], rates: Rates) -> tuple[Sets, ...]:
+def sets(kinds: Sequence[Table], rates: Rates, *, recorded: bool = False) -> tuple[Sets, ...]:
     """Returns the sets that layers may keep, the smallest first. Each adds to the set before it the
     keepable that spares most seconds per byte. Kinds of layers take turns: none gets its second
-    keepable before all have their first. A keepable that spares nothing is in no set."""
+    keepable before all have their first. A keepable that spares nothing is in no set. `recorded`:
+    layers run as CUDA graphs."""
 
     def worth(keepable: Keepable) -> float:
         return float(priced(load(keepable.spares), rates).step) / keepable.aligned
 
     def next_of(layer: Table, kept: Names) -> tuple[float, Names]:
         able = (k for k in layer.keepables if k.name not in kept and k.needs <= kept)
+        able = (k for k in able if recorded or not k.recorded)
         worths = ((worth(k), frozenset({k.name})) for k in able)
         return max(worths, key=itemgetter(0), default=(0.0, NOTHING))
 

@@ -261,8 +261,9 @@ def _candidates(step: Step, tables: Tables) -> Candidates:
         return Candidates.one(step.given[0], step.sizes.of_layer)
     kinds, chosen = tables.kinds, None
     if step.keep != "auto":
-        chosen = tuple(asked(step.keep, layer) for layer in kinds)
-    return candidates(step.sizes.of_layer, sets(kinds, step.rates), step.offload, chosen)
+        chosen = tuple(asked(step.keep, layer, recorded=step.recorded) for layer in kinds)
+    kept = sets(kinds, step.rates, recorded=step.recorded)
+    return candidates(step.sizes.of_layer, kept, step.offload, chosen)
 
 
 # --- layers that keep no input -----------------------------------------------------------------

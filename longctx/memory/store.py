@@ -103,6 +103,8 @@ class Saved:
     version: int = 0
     """The version counter of the output when forward returned it."""
     entries: dict[str, Entry] = field(default_factory=dict)
+    graph: Any = None
+    """Autograd's graph of a mixer, if it is kept (layer/parts/mixer.py)."""
     used: bool = False
     """Whether a backward has read the tensors."""
 
@@ -345,7 +347,7 @@ class ActivationStore:
         """Ends a layer's backward. After that of the first layer the buffers are dropped."""
         if saved.hosted:
             self._reader, self._buffers = None, {}
-        saved.entries = {}
+        saved.entries, saved.graph = {}, None
 
     def fetch(self, saved: Saved) -> Tensor:
         """Returns a layer's input where nothing else of the layer is kept. The caller holds it

@@ -149,7 +149,7 @@ def test_a_cut_in_words() -> None:
 
 
 def test_the_order_of_names() -> None:
-    assert {*ORDER} == SETS["all"] | {"down", "routing"}
+    assert {*ORDER} == SETS["all"] | {"down", "routing", "graph"}
 
 
 @pytest.mark.parametrize(("offload", "hosts"), [("none", 0), ("auto", 0), ("all", 2)])

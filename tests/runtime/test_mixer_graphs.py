@@ -3,6 +3,8 @@ one pass's operations are run again, without Python of the layers (tests/small_g
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +26,14 @@ from small_graphs import (
 from torch import nn
 
 from longctx.attention.documents import Documents
+from longctx.cost.kept import Keep, asked
+from longctx.cost.rates import AttentionRates, Rates
+from longctx.cost.sizes import Batch
+from longctx.layer import segments as cutting
+from longctx.memory.candidates import sets
+from longctx.mixers.mixers import ModelsMixer
+from longctx.runtime.costs import StepTable
+from longctx.runtime.runtime import Adopted
 
 pytestmark = [pytest.mark.usefixtures("reference_kernels"), *([] if GPU else [IN_TORCH_ALONE])]
 BY_COUNT = ("moe", "experts", "qwen3_next")
@@ -161,3 +171,99 @@ def test_weights_of_32_bits_in_autocast(recording: None) -> None:
         with torch.autocast("cuda" if GPU else "cpu", torch.bfloat16):
             found.append(trained(model, rows([[48]] * 5)))
     assert_same(*found)
+
+
+# --- mixers' own graphs of autograd, which short rows may keep -------------------------------
+
+RATES = Rates(680e12, 47e9, 3e12, AttentionRates(665e12, 610e12))
+KEPT = Keep(frozenset({"x", "o", "graph"}))
+
+
+def keeping(model: Any, keep: Keep = KEPT, graphed: bool = False) -> Any:
+    """Has every layer keep this, whatever would be chosen."""
+    runtime = runtime_of(model)
+    runtime.adopted = Adopted(tokens=2**20, graphed=graphed)
+    runtime.store.reserve((keep,), 0)
+    return model
+
+
+def calls_of(model: Any, monkeypatch: Any) -> list[bool]:
+    """Notes for each call of a mixer whether it has a graph."""
+    seen: list[bool] = []
+    theirs = ModelsMixer.__call__
+
+    def counted(self: Any, *given: Any) -> Any:
+        seen.append(torch.is_grad_enabled())
+        return theirs(self, *given)
+
+    monkeypatch.setattr(ModelsMixer, "__call__", counted)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("family", "peft"), [*((name, None) for name in MIXERS), *ADAPTERS.items()]
+)
+def test_a_kept_graph_changes_no_bit(family: str, peft: Any, monkeypatch: Any) -> None:
+    how = dict(lora=peft is not None, peft=peft) if peft else {}
+    steps = rows([[20, 27, 1], [48], [16, 16, 16]])
+    usual, kept = make(family, **how), keeping(make(family, **how))
+    expected = trained(usual, steps)
+    seen = calls_of(kept, monkeypatch)
+    assert_same(trained(kept, steps), expected)
+    assert seen and all(seen)  # in forward, and not again
+    assert runtime_of(kept).store.tensors_on_gpu() == []
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid", "falcon_h1", "lfm2"])
+def test_a_kept_graph_is_recorded(family: str, recording: None) -> None:
+    ours, eager = keeping(make(family), graphed=True), make(family, cuda_graphs="off")
+    assert_same(trained(ours, rows()), trained(eager, rows()))
+    assert runtime_of(ours).graphs._replayed == 6
+
+
+def test_states_that_go_on_are_not_kept_in_graphs(monkeypatch: Any) -> None:
+    """A segment whose state another begins with would need all graphs at once."""
+    monkeypatch.setattr(cutting, "SEGMENT_TOKENS", 16)
+    model, usual = keeping(make("qwen3_5_text")), make("qwen3_5_text")
+    expected = trained(usual, rows([[48]]))
+    seen = calls_of(model, monkeypatch)
+    assert_same(trained(model, rows([[48]])), expected)
+    assert seen.count(True) == seen.count(False)
+
+
+class Held:
+    """A tensor that a graph saves."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+
+def test_no_graph_of_autograd_outlives_its_backward() -> None:
+    """With Mamba 2's layers: transformers' delta rule in torch leaves some, in vanilla as well."""
+    model = keeping(make("granitemoehybrid"))
+    held: weakref.WeakSet[Held] = weakref.WeakSet()
+
+    def pack(x: Any) -> Held:
+        held.add(saved := Held(x))
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        loss = model(**batch(0, documents=[48])).loss
+    usual = len(held)
+    loss.backward()
+    del loss
+    gc.collect()
+    assert usual > 100 and not held
+
+
+def test_only_short_layers_that_are_recorded_may_keep_it() -> None:
+    sizes = runtime_of(make("qwen3_5_text")).sizes(make("qwen3_5_text"))
+    for tokens, there in ((4096, True), (16384, True), (16385, False)):
+        tables = StepTable.of(sizes, Batch(tokens, tokens))
+        mixers = [layer for layer in tables.kinds if "q k v" not in layer.by_name]
+        assert [("graph" in layer.by_name) for layer in mixers] == [there]
+        for recorded in (False, True):
+            best = sets(tables.kinds, RATES, recorded=recorded)[-1]
+            assert any("graph" in kept for kept in best) == (recorded and there)
+            words = [asked("all", layer, recorded=recorded) for layer in mixers]
+            assert ["graph" in kept for kept in words] == [recorded and there]

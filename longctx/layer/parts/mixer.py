@@ -15,6 +15,9 @@ So there is never more than one segment's graph, whatever the row's length: by c
 of 26 for 262144 tokens of Qwen3.5-9B. Gradients of parameters are summed over segments in fp32 and
 rounded once. Without z, which the MLP's backward needs to make h again, forward runs once more.
 
+In short rows that run as CUDA graphs forward may make the graphs and keep them (the keepable
+"graph"), if no segment begins with the state of another. Backward then runs no module.
+
 With attention beside it (beside.py), its backward leaves dn1 to that of attention.
 
 The letters are those of layer/__init__.py.
@@ -22,17 +25,19 @@ The letters are those of layer/__init__.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from longctx.cost.table import INPUT
 from longctx.kernels.annotate import annotated, each
 from longctx.layer.parts.norms import Norm
 from longctx.layer.parts.protocol import NOTHING, Kept, OverRow
+from longctx.layer.parts.segment_graphs import KeptGraph, Leaves, SegmentGraph, Sums, add_to
 from longctx.layer.passes import Pass
 from longctx.layer.segments import Segment, kept_states
 from longctx.layer.specs.mixer_spec import MixerSpec
@@ -72,6 +77,7 @@ class Mixer(OverRow):
         self._z: Tensor | None = kept.get("z")  # (T, D)
         self._states = [kept[name] for name in _names(kept)]
         """All states with which segments begin, (segments, ...) each."""
+        self._kept_graph: KeptGraph | None = None if p.saved is None else p.saved.graph
 
     # --- forward ---------------------------------------------------------------------------
 
@@ -80,8 +86,14 @@ class Mixer(OverRow):
         return self._norm.forward(x).to(self._pass.schedule.dtype)
 
     def begin(self, x: Tensor) -> None:  # (T, D)
-        """Computes z and the states, and keeps them if they are to be kept."""
-        self._forward(x)
+        """Computes z, the states and graphs, and keeps them if they are to be kept."""
+        leaves = None
+        if self._pass.keeps("graph") and not self._kept_states:
+            leaves = Leaves(self._parameters, lambda name: self._parameters[name].requires_grad)
+        graphs = self._forward(x, leaves)
+        if leaves is not None:
+            assert self._pass.saved is not None
+            self._pass.saved.graph = KeptGraph(leaves, graphs)
         if self._pass.keeps("o"):
             assert self._z is not None
             states = {f"state{i}": state for i, state in enumerate(self._states)}
@@ -89,24 +101,45 @@ class Mixer(OverRow):
             self._pass.keep("o", {**z, **states}, whole=[*states])
 
     @annotated("mixer")
-    def _forward(self, x: Tensor) -> None:  # (T, D)
+    def _forward(self, x: Tensor, leaves: Leaves | None = None) -> list[SegmentGraph]:  # (T, D)
+        """Computes z and the states. Returns the segments' graphs, if they are to have leaves."""
         ends: dict[int, State] = {}
+        graphs = []
 
         def run(i: int, segment: Segment) -> None:
             n1 = segment.batch(self._norm.forward(segment.read(x)))
-            begin = () if segment.begins is None else ends[segment.begins]
-            z, end = self._called(i, n1, begin, self._parameters)
+            if leaves is None:
+                begin = () if segment.begins is None else ends[segment.begins]
+                z, end = self._called(i, n1, begin, self._parameters)
+                if i in self._kept_states:
+                    ends[i] = end
+            else:
+                z, graph = self._with_graph(i, n1, [], leaves)
+                graphs.append(graph)
             if self._z is None:
                 self._z = z.new_empty(x.shape)
             segment.write(self._z, segment.unbatch(z))
-            if i in self._kept_states:
-                ends[i] = end
 
         self._z = None
         for i, segment in enumerate(each("segment", self._cut)):
             run(i, segment)
         made = [ends[i] for i in self._kept_states]
         self._states = [torch.cat(states) for states in zip(*made, strict=True)]
+        return graphs
+
+    def _with_graph(
+        self, i: int, n1: Tensor, begin: list[Tensor], leaves: Leaves, outputs: int = 1
+    ) -> tuple[Tensor, SegmentGraph]:
+        """Runs the module over segment i. Returns z, and the graph of the first `outputs` of z and
+        the state's tensors."""
+        n1.requires_grad_()
+        begin = [state.requires_grad_() for state in begin]
+        with torch.enable_grad():
+            # A view: counters of FLOPs put hooks on a module's input, and torch allows none on
+            # leaves while a gradient is computed.
+            z, end = self._called(i, n1.view_as(n1), tuple(begin), leaves.all)
+            made = [get_gradient_edge(x) for x in (z, *end)[:outputs]]
+        return z.detach(), SegmentGraph(n1, begin, made, z.dtype)
 
     def _called(
         self, i: int, n1: Tensor, begin: State, parameters: Mapping[str, Tensor]
@@ -192,26 +225,25 @@ class Mixer(OverRow):
         """Runs the module's backward and finishes its parameters' gradients. `give` gets dn1 of
         each segment, (rows, t, D), the last one first."""
         grads, self._z = self._pass.grads, None
-        sums = _Sums(grads.wants, self._parameters, len(self._cut))
+        leaves, graphs = self._kept_graph or KeptGraph(self._leaves(), [])
+        sums = Sums(leaves.names, len(self._cut))
         d_ends: dict[int, list[Tensor]] = {}
 
         def run(i: int, segment: Segment) -> None:
-            n1 = segment.batch(self._norm.forward(segment.read(x))).requires_grad_()
-            begin = [state.requires_grad_() for state in self._begin(segment)]
             d_end = d_ends.pop(i, None) or []
-            with torch.enable_grad():
-                # A view: counters of FLOPs put hooks on a module's input, and torch allows none on
-                # leaves while a gradient is computed.
-                z, end = self._called(i, n1.view_as(n1), tuple(begin), sums.leaves)
+            if graphs:
+                graph = graphs.pop()  # the last segment's, which is let go before the next one's
+            else:
+                n1, begin = segment.batch(self._norm.forward(segment.read(x))), self._begin(segment)
+                graph = self._with_graph(i, n1, begin, leaves, outputs=1 + len(d_end))[1]
             dz = segment.read(dh)
             dz = dz if self._scale == 1.0 else dz * self._scale
-            wanted = [n1, *begin, *sums.trained]
-            d_out = [segment.batch(dz.to(z.dtype)), *d_end]
-            made = [z, *end][: len(d_out)]  # nobody may begin with this segment's end
-            dn1, *found = torch.autograd.grad(made, wanted, d_out, allow_unused=True)
-            d_begin, of_parameters = found[: len(begin)], found[len(begin) :]
+            wanted = [graph.n1, *graph.begin, *leaves.trained]
+            d_out = [segment.batch(dz.to(graph.dtype)), *d_end]
+            dn1, *found = torch.autograd.grad(graph.made, wanted, d_out, allow_unused=True)
+            d_begin, of_parameters = found[: len(graph.begin)], found[len(graph.begin) :]
             if segment.begins is not None:
-                _add_to(d_ends, segment.begins, begin, d_begin)
+                add_to(d_ends, segment.begins, graph.begin, d_begin)
             sums.add(of_parameters)
             give(i, segment, dn1)
 
@@ -219,6 +251,9 @@ class Mixer(OverRow):
             run(i, segment)
         for name, grad in sums.finish():
             grads.put(name, grad)
+
+    def _leaves(self) -> Leaves:
+        return Leaves(self._parameters, lambda name: self._pass.grads.wants(f"{MIXER}.{name}"))
 
     def _begin(self, segment: Segment) -> list[Tensor]:  # (1, ...) each
         """Returns copies of the state with which a segment begins, as leaves of its graph."""
@@ -228,48 +263,9 @@ class Mixer(OverRow):
         return [states[at : at + 1].detach() for states in self._states]
 
 
-class _Sums:
-    """The gradients of a mixer's trained parameters, summed over segments in fp32."""
-
-    def __init__(
-        self, wants: Callable[[str], bool], parameters: Mapping[str, Tensor], segments: int
-    ) -> None:
-        self._names = [name for name in parameters if wants(f"{MIXER}.{name}")]
-        own = {name: parameters[name].detach().requires_grad_() for name in self._names}
-        self.leaves = {**parameters, **own}
-        """The parameters with which a segment runs: hooks of the model's own see no gradient
-        before it is complete."""
-        self.trained = [*own.values()]
-        self._sums: dict[str, Tensor] = {}
-        self._rounds_once = segments == 1
-
-    def add(self, grads: Iterable[Tensor | None]) -> None:
-        """Adds the gradients that one segment gives, in the order of `trained`."""
-        for name, grad in zip(self._names, grads, strict=True):
-            if grad is not None and name in self._sums:
-                self._sums[name].add_(grad)
-            elif grad is not None:
-                self._sums[name] = grad if self._rounds_once else grad.float()
-
-    def finish(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the sums by the names of the layer's parameters, and lets each go."""
-        for name in self._names:
-            if name in self._sums:
-                yield f"{MIXER}.{name}", self._sums.pop(name)
-
-
 def _names(kept: Kept) -> list[str]:
     """Returns the names of the kept states, in their order."""
     return sorted(name for name in kept if name.startswith("state"))
-
-
-def _add_to(
-    d_ends: dict[int, list[Tensor]], i: int, begin: Sequence[Tensor], grads: Sequence[Tensor | None]
-) -> None:
-    """Adds gradients of the state with which a segment begins to those of segment i's end."""
-    found = [torch.zeros_like(s) if g is None else g for s, g in zip(begin, grads, strict=True)]
-    before = d_ends.get(i)
-    d_ends[i] = found if before is None else [a + b for a, b in zip(before, found, strict=True)]
 
 
 def _last_uses(tiles: Sequence[slice], cut: Sequence[Segment]) -> list[int]:

@@ -105,6 +105,7 @@ class MixerSpec(PartSpec):
         )
         forward = (Work(name="mixer", flops=flops, nbytes=3 * unit), besides)
         z = tokens * s.hidden * itemsize
+        one_segment = tokens <= cutting.SEGMENT_TOKENS
         # However long the documents are: one of L tokens keeps ceil(L / segment) - 1 states.
         states = (tokens - 1) // cutting.SEGMENT_TOKENS
         kept = Keepable(
@@ -116,13 +117,20 @@ class MixerSpec(PartSpec):
             read_first=True,
             buffered=True,
         )
+        again = Keepable(
+            name="graph",
+            nbytes=_graph_bytes(s, mixed, tokens) + z,
+            tensors=24,
+            spares=(Work(name="mixer", flops=flops), besides),
+            needs=frozenset({"o"}),
+            recorded=True,
+        )
         trained = 2 * tokens * min(mixed.trained, mixed.parameters)
         return Table(
             forward=forward,
             backward=(
-                # With a graph: forward once more, then the gradients of inputs and of weights.
-                Work(name="mixer", flops=flops),
-                besides,
+                # Of the graph of a segment: the gradients of inputs and of weights.
+                *(() if one_segment else again.spares),
                 besides_back,
                 Work(
                     name="mixer's gradients",
@@ -134,9 +142,15 @@ class MixerSpec(PartSpec):
             keepables=(
                 kept_input(s, batch),
                 *([kept] if kept.nbytes else []),
+                *([again] if one_segment else []),
             ),
             buffers=_buffers(s, mixed, tokens),
         )
+
+
+def _graph_bytes(s: Sizes, mixed: Mixed, tokens: int) -> int:
+    """Returns the bytes of autograd's graph of a segment of these tokens."""
+    return tokens * int(mixed.graph * mixed.columns) * s.itemsize
 
 
 def _buffers(s: Sizes, mixed: Mixed, tokens: int) -> tuple[Buffer, ...]:
@@ -144,14 +158,15 @@ def _buffers(s: Sizes, mixed: Mixed, tokens: int) -> tuple[Buffer, ...]:
     time as its graph holds. Backward has a segment's graph, n1 and its gradient, and the trained
     parameters' gradients: their sums in fp32, and one segment's."""
     rows = min(tokens, cutting.SEGMENT_TOKENS)
-    graph, narrow = (rows * n * s.itemsize for n in (int(mixed.graph * mixed.columns), s.hidden))
+    graph, narrow = _graph_bytes(s, mixed, rows), rows * s.hidden * s.itemsize
     segmented = tokens > rows
 
     back = buffers_during("mixer backward")
     return (
         Buffer(name="a mixer's segment", nbytes=graph // 2 + narrow, during="mixer forward"),
         back("dy", s.unit(tokens)),
-        back("a mixer's graph", graph + 3 * narrow),
+        back("a mixer's graph", graph, spared_by="graph"),
+        back("a mixer's inputs and their gradients", 3 * narrow),
         back("a mixer's gradients", mixed.trained * (s.itemsize + 4 * segmented)),
         back("its gradients", mixed.trained * s.itemsize, span="after"),
     )
@@ -165,10 +180,11 @@ def beside_attention(
     dn1 = batch.tokens * s.hidden * s.itemsize * (not kind.parallel)  # else attention has it
     moments = ("mixer backward", "attention backward", "projections backward")
     first = (replace(work, finishing=False) for work in mixer.backward)  # attention's ends it
+    alone = (k for k in mixer.keepables if k.name not in attention.by_name)
     return Table(
         forward=attention.forward + mixer.forward,
         backward=(*first, *attention.backward),
-        keepables=tuple(_with(mixer, keepable) for keepable in attention.keepables),
+        keepables=(*(_with(mixer, keepable) for keepable in attention.keepables), *alone),
         # Moments stand in the order of their buffers, and forward has one for each part.
         buffers=(
             *mixer.buffers,
