@@ -95,7 +95,7 @@ def read_mark(text: str) -> Source | None:
         head, _, pair = clause.partition(" ")
         key, _, value = (pair if head in lists else clause).partition("=")
         if head in lists:
-            lists[head].append((key, tuple(value.split(","))))
+            lists[head].append((key, tuple(re.split(r",\s*", value))))
         elif clause == "together":
             together = True
         elif head in named:
@@ -145,10 +145,11 @@ def plain(text: str) -> str:
 
 
 def figures_in(text: str, unit: str | None = None, cell: bool = True) -> tuple[Figure, ...]:
-    """Numbers with a unit, also those of a list that ends in one. Where the place has a source,
-    `unit` is that of a table's header or "": then decimals are figures without one, too. In a cell
-    so are whole numbers below a unit and, if no word follows, in brackets or beside decimals; in
-    brackets they have the unit GiB, if another figure there has it."""
+    """Numbers with a unit, also those of a list that ends in one. `unit` is that of a table's
+    header or "", and in prose "" where the place has a source, else None: unless it is None,
+    decimals are figures without a unit, too. In a cell so are whole numbers below a unit and, if
+    no word follows, in brackets or beside decimals; in brackets they have the unit GiB, if another
+    figure there has it."""
     return tuple(figure for figure, _ in _read(text, unit, cell))
 
 
@@ -245,7 +246,7 @@ def of_line_and_cells(
 ) -> tuple[Place, list[Place]]:
     """A table's line as one place, and each of its cells with the figures of its label."""
     cells = cells_of(line)
-    units = [None, *(unit_of(head) if source.files else None for head in heads[1:])]
+    units = [None, *map(unit_of, heads[1:])]
     shown = [figures_in(cell, unit) for cell, unit in zip(cells, units, strict=True)]
     lengths = [settings_in(cell, unit) for cell, unit in zip(cells, units, strict=True)]
     together = tuple(figure for figures in shown for figure in figures)

@@ -307,7 +307,7 @@ def test_the_first_ratios_are_those_of_their_rows() -> None:
         for share in re.findall(r"in (\d+)%", gain):
             theirs, own = (float(re.search(r"([\d.]+) GiB", x)[1]) for x in (peer, ours))
             assert round(100 * own / theirs) == int(share), line
-    assert len(found) == len(lines) - 3  # and one row of memory alone
+    assert len(found) == len(lines) - 4  # and two rows of memory alone
 
 
 def accuracy(

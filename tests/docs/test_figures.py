@@ -124,6 +124,7 @@ TABLE = "<!-- rows: h200_loss; down impl=longctx,liger -->\n\n| | a step |\n|---
         ("The plan says 12 s of 13 s. <!-- planned: 12 -->", ["13"]),
         (f"{TABLE}\n| ours | 654 ms, 4.9 |\n| liger | 636 ms, 3.0 |", []),
         (f"{TABLE}\n| ours | 654 ms, 4.9 |\n| liger | 654 ms, 3.0 |", ["654", "3.0"]),
+        ("| | a step |\n|---|---|\n| nothing says where it is from | 3.6 |", ["3.6"]),
         ("12 s are 2.0 times as long as 6.0 s. <!-- planned: 12, 6.0 -->", []),
         ("12 s are 2.5 times as long as 6.0 s. <!-- planned: 12, 6.0 -->", ["2.5"]),
         ("2.8% faster. <!-- rows: h200_loss; ratio fwd_bwd_ms -->", []),

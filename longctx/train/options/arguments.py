@@ -116,12 +116,15 @@ class ModelArguments:
         "Kept activations on the GPU (none) or host (all). auto of custom and any fills the GPU "
         "first; in vanilla and liger it is none, and all is transformers' offloaded checkpointing.",
     )
-    head_groups: int | None = _custom(
+    head_groups: int | None = _rare_memory(
         None,
         "custom: parts in which attention runs; more need less memory. Default: by what is free.",
+        _CUSTOM,
     )
-    tile_tokens: int | None = _custom(
-        None, "custom: tokens the token-wise work takes at a time. Default: by what is free."
+    tile_tokens: int | None = _rare_memory(
+        None,
+        "custom: tokens the token-wise work takes at a time. Default: by what is free.",
+        _CUSTOM,
     )
     share_prefixes: bool = _rare_memory(
         False,
@@ -165,7 +168,7 @@ class ModelArguments:
     trust_remote_code: bool = _model(
         False, "Run Python code that a model repository ships. Only for repositories you trust."
     )
-    train_vision: bool = _rare_model(
+    train_vision: bool = _model(
         False, "Train the vision tower, too; without it, that is frozen.", NUMBERS
     )
 
@@ -268,7 +271,7 @@ class DataArguments:
     allow_undecodable: bool = _rare_data(
         False, "Train on files of which more than one byte in fifty is not text, and is replaced."
     )
-    image_pixels: str | None = _rare_data(
+    image_pixels: str | None = _data(
         None,
         "Most pixels of an image, as 448x448; a larger one is made smaller. Default: as the "
         "model's processor has it.",
@@ -368,9 +371,9 @@ class TrainOptions(TaskOptions):
     )
     optimizer_states: Literal["fp32", "as_weights"] | None = _memory(
         None,
-        "AdamW's states: fp32 (exact) or as_weights. Without an engine. fp32: fp32 master weights "
-        "and moments, also of bfloat16 weights (its default); as_weights: moments in the dtype of "
-        "the weights and no master, which in bfloat16 loses most of the updates.",
+        "AdamW's states: fp32 (exact, the default in bf16) or as_weights. Without an engine. fp32: "
+        "fp32 master weights and moments, also of bfloat16 weights; as_weights: moments in the "
+        "dtype of the weights and no master, which in bfloat16 loses most of the updates.",
         APPLIED,
     )
     place: Literal["auto", "gpu", "host"] = _memory(

@@ -88,8 +88,9 @@ OF_TRANSFORMERS: dict[str, About] = {
     **_train(
         "optim",
         NUMBERS,
-        says="AdamW, exact in bf16; or sgd, lion and others. With --optimizer_states fp32, the "
-        "default in bf16, longctx's own AdamW runs for adamw_torch and adamw_torch_fused.",
+        says="The default runs longctx's exact AdamW in bf16. So does adamw_torch; with an engine "
+        "or --optimizer_states as_weights both are the engine's or torch's. Any other name, as sgd "
+        "or lion_32bit, is transformers' optimizer.",
     ),
     **_train("eval_strategy", says="Evaluate during training: no, steps or epoch."),
     **_train(
