@@ -1,5 +1,6 @@
-"""What a recording of the layers depends on (graphs.py): the batch, by its key, and all that the
-model computes with. Beside it, what a replay would leave out: hooks and code of other programs."""
+"""A CUDA graph of the layers (graphs.py) depends on the key of its batch and on all that the model
+computes with, which this file collects. It also finds the hooks and the code of other programs that
+a replay would leave out."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from longctx.runtime.runtime import Runtime
 
 
 class GraphKey(NamedTuple):
-    """What batches that one graph can replay have in common."""
+    """The properties that all batches share which one graph can replay."""
 
     tokens: int
     position_rows: int

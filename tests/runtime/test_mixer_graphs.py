@@ -74,7 +74,7 @@ def test_bits_are_those_of_eager_passes(family: str, peft: Any, recording: None)
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
 def test_rows_of_a_batch_and_a_document_each(family: str, recording: None) -> None:
-    """Which is what most rows are; the first graph serves two rows."""
+    """Most rows are one document. The first graph serves batches of two rows."""
     steps = rows([[48]] * 3, rows=2) + rows([[48]] * 3)
     ours, eager = make(family), make(family, cuda_graphs="off")
     assert_same(trained(ours, steps), trained(eager, steps))
@@ -239,7 +239,8 @@ class Held:
 
 
 def test_no_graph_of_autograd_outlives_its_backward() -> None:
-    """With Mamba 2's layers: transformers' delta rule in torch leaves some, in vanilla as well."""
+    """Mamba 2's layers leave nothing. (transformers' delta rule in torch leaves four tensors, in
+    vanilla, too.)"""
     model = keeping(make("granitemoehybrid"))
     held: weakref.WeakSet[Held] = weakref.WeakSet()
 
