@@ -13,6 +13,7 @@ from by_bounds import ByBounds
 from small_families import family_config
 from small_model import tiny_config
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
@@ -53,38 +54,85 @@ READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "_uniq
 """Operations of which the host reads the result, which no capture allows."""
 
 
-class _Operations(TorchDispatchMode):
-    """Lists the operations of a pass, with the tensors that they read and made."""
+class _Outside:
+    """A tensor that a pass reads and did not make. A graph knows its address alone, so whoever
+    recorded the graph must hold it."""
 
-    def __init__(self) -> None:
+    def __init__(self, x: Tensor) -> None:
+        self._storage = StorageWeakRef(x.untyped_storage())
+        self._dtype, self._view = x.dtype, (x.storage_offset(), x.shape, x.stride())
+
+    def read(self) -> Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        assert storage is not None, "a graph reads memory that nobody holds"
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._view)
+
+
+class _Operations(TorchDispatchMode):
+    """Lists the operations of a pass, with the tensors that they read and made. `inside` knows the
+    memory that this graph's passes made, which belongs to the graph."""
+
+    def __init__(self, inside: set[int]) -> None:
         super().__init__()
-        self.done: list[tuple[Any, Any, Any, Any]] = []
+        self._done: list[Any] = []
+        self._inside, self._is_read = inside, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in READS:
             raise RuntimeError(f"a capture cannot read the host's {func}")
+        if func is torch.ops.aten.lift_fresh.default:  # a number of the code becomes a tensor
+            self._inside.add(_memory(args[0]))
+        outside: set[int] = set()
+        given = _each((args, kwargs or {}), lambda x: self._given(x, outside))
         made = func(*args, **(kwargs or {}))
-        self.done.append((func, args, kwargs or {}, made))
+        _each(made, lambda x: _memory(x) in outside or self._inside.add(_memory(x)))
+        self._done.append((func, *given, _each(made, lambda x: self._given(x, outside))))
         return made
+
+    def _given(self, x: Tensor, outside: set[int]) -> Tensor | _Outside:
+        if _memory(x) in self._inside:
+            return x.detach()  # autograd's graph, which holds other tensors, is gone by a replay
+        outside.add(_memory(x))
+        return _Outside(x)
 
     @torch.no_grad()
     def again(self) -> None:
-        """Runs the operations on the same memory, as the replay of a CUDA graph does."""
-        for func, args, kwargs, made in self.done:
+        """Runs the operations on the same memory, as the replay of a CUDA graph does. Memory that
+        is there at the first replay is held from then on."""
+        if not self._is_read:
+            self._is_read, self._done = True, _each(self._done, _Outside.read, _Outside)
+        for func, args, kwargs, made in self._done:
             found = func(*args, **kwargs)
             for new, place in zip(tree_leaves(found), tree_leaves(made), strict=True):
                 if isinstance(new, Tensor) and new.numel() and new.data_ptr() != place.data_ptr():
                     place.copy_(new)
 
 
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _each(given: Any, change: Any, kind: type = Tensor) -> Any:
+    """Returns lists, tuples and dictionaries with what is of a kind changed."""
+    if isinstance(given, kind):
+        return change(given)
+    if isinstance(given, list | tuple):
+        return [_each(x, change, kind) for x in given]
+    if isinstance(given, dict):
+        return {name: _each(x, change, kind) for name, x in given.items()}
+    return given
+
+
 class Operations(graphs.Recording):
     """Records the operations of one pass, and runs them without Python of the layers. So it shows
-    what `MadeAgain` cannot: a read by the host, and Python that has to run each time."""
+    what `MadeAgain` cannot: a read by the host, Python that has to run each time, and memory that
+    was given back since."""
 
     def __init__(self, forward: Any, backward: Any, pool: Any) -> None:
-        with _Operations() as self._first:
+        inside: set[int] = set()
+        with _Operations(inside) as self._first:
             hidden = forward()
-        with _Operations() as self._second:
+        with _Operations(inside) as self._second:
             self.grads = backward(hidden)
         self.hidden = hidden.detach()
 

@@ -169,14 +169,15 @@ class Graph:
         self._aliases = {id(x): x.detach().requires_grad_() for x in self.trained}
         self._inputs = [self._x.requires_grad_(key.needs_dx), *self._aliases.values()]
 
-        # Made before the recording, in which nothing may be copied from the host.
-        cut = segments(documents) if any(self.read.mixers) else ()
+        # Made before the recording, in which nothing may be copied from the host, and held: its
+        # kernels read the places of tokens at each replay.
+        self._segments = segments(documents) if any(self.read.mixers) else ()
 
         def forward() -> Tensor:
             lengths = key.lengths or (key.longest,)
             whole = Documents(lengths=lengths, cu_seqlens=self._bounds, keys=self._keys)
             how = (base, runtime, self._rope, whole, 1)
-            return self._layers(base, make_schedule(*how, given_segments=cut))
+            return self._layers(base, make_schedule(*how, given_segments=self._segments))
 
         def backward(hidden: Tensor) -> list[Tensor | None]:
             inputs = self._inputs if key.needs_dx else self._inputs[1:]
