@@ -19,7 +19,7 @@ limit, and its row says what it took. Random weights, random tokens.
     llama-3.2-1b    all weights, one document a row
     documents       the same model, documents packed into the row
     qwen3-0.6b      all weights, 8 rows of 2048 tokens; smollm2-135m, too
-    qwen3.5-9b, qwen3-30b-a3b, gpt-oss-20b
+    qwen3.5-9b, granite-4.0-h-tiny, lfm2-1.2b, falcon-h1-0.5b, qwen3-30b-a3b, gpt-oss-20b
                     adapters of rank 16 on all maps and experts over 16 bits; `/8` behind a name
                     leaves 8 of the layers, so that every peer fits
     dpo             LoRA on Llama-3.1-8B, pairs: a prompt of 1024 tokens, two answers of as many
@@ -111,10 +111,16 @@ LORA = dict(name="lora", preset="llama-3.1-8b", lora=16)
 LONGEST = (262144, 327680, 393216, 473088)
 
 
-def eighth(preset: str, *lengths: int) -> list[Case]:
-    """Rows of a model with 8 of its layers, adapters on all of its maps and experts."""
+def adapted(preset: str, *lengths: int, layers: int | None = None) -> list[Case]:
+    """Rows of a model, or of so many of its layers, with adapters on all of its maps and experts."""
     return [
-        Case(name=f"{preset}/8", preset=preset, lora=16, layers=8, tokens=tokens)
+        Case(
+            name=f"{preset}/{layers}" if layers else preset,
+            preset=preset,
+            lora=16,
+            layers=layers,
+            tokens=tokens,
+        )
         for tokens in lengths
     ]
 
@@ -130,14 +136,15 @@ CASES = [
     *(Case(name="llama-3.2-1b", preset="llama-3.2-1b", tokens=n) for n in (4096, 8192)),
     Case(name="documents", preset="llama-3.2-1b", tokens=8192, documents=True),
     *(Case(name=name, preset=name, tokens=2048, rows=8) for name in ("qwen3-0.6b", "smollm2-135m")),
-    *eighth("qwen3.5-9b", 2048, 8192),
-    Case(name="qwen3.5-9b", preset="qwen3.5-9b", lora=16, tokens=65536),
-    *eighth("qwen3-30b-a3b", 2048, 8192, 32768),
-    *eighth("gpt-oss-20b", 2048, 8192, 32768),
-    *(
-        Case(name=preset, preset=preset, lora=16, tokens=8192)
-        for preset in ("qwen3-30b-a3b", "gpt-oss-20b")
-    ),
+    *adapted("qwen3.5-9b", 2048, 8192, layers=8),
+    *adapted("qwen3.5-9b", 1024, 2048, 4096, 8192, 65536),
+    *adapted("granite-4.0-h-tiny", 1024, 2048, 4096, 8192, layers=12),
+    *adapted("lfm2-1.2b", 1024, 2048, 4096, 8192),
+    *adapted("falcon-h1-0.5b", 1024, 2048, 4096, 8192),
+    *adapted("qwen3-30b-a3b", 2048, 8192, 32768, layers=8),
+    *adapted("gpt-oss-20b", 2048, 8192, 32768, layers=8),
+    *adapted("qwen3-30b-a3b", 8192),
+    *adapted("gpt-oss-20b", 8192),
     Case(name="dpo", preset="llama-3.1-8b", lora=16, tokens=2048, task="dpo"),
     *(
         Case(name="dpo_varied", **DPO_VARIED, tokens=tokens, peer_pairs=pairs)
