@@ -157,6 +157,12 @@ def recorded_with(monkeypatch: Any, recording: type[graphs.Recording]) -> Iterat
             runtime.adopted = replace(runtime.adopted, graphed=graphed)
 
         monkeypatch.setattr(Runtime, "adopt", always)
+    with bits_repeat():
+        yield
+
+
+@contextmanager
+def bits_repeat() -> Iterator[None]:
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
