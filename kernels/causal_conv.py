@@ -4,6 +4,9 @@
 
     dx[t] = sum_j w[j] dy[t + K - 1 - j]     dw[j] = sum_t dy[t] x[t - K + 1 + j]     db = sum_t dy
 
+Of several documents in a row, each begins with zeros: given the position p[t] of each token in its
+document, the sums have the terms alone with which K - 1 - j <= p of the token of y or dy.
+
 Tokens are rows here, as the linear layers around a mixer write and read them. torch's convolution
 takes channels as rows: tensors are transposed for it, and the gradient that it leaves behind a
 state of K - 1 tokens lies at an odd stride, with which no matmul reads 16 bytes at a time.
@@ -40,13 +43,26 @@ def causal_conv_reference(
     x: Tensor,  # (B, T, C)
     weight: Tensor,  # (C, K)
     bias: Tensor | None = None,  # (C,)
+    positions: Tensor | None = None,  # (T,)
 ) -> Tensor:  # (B, T, C)
     """Returns the first equation in plain torch, rounded once; differentiable."""
     wide = torch.promote_types(x.dtype, torch.float32)
+    if positions is not None:
+        return _of_documents(x.to(wide), weight.to(wide), bias, positions).to(x.dtype)
     filters, given = weight[:, None].to(wide), None if bias is None else bias.to(wide)
     how: dict[str, Any] = dict(padding=weight.shape[1] - 1, groups=len(weight))
     y = torch.conv1d(x.to(wide).mT, filters, given, **how)
     return y[..., : x.shape[1]].mT.to(x.dtype)
+
+
+def _of_documents(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor) -> Tensor:
+    (T,), taps = positions.shape, weight.shape[1]
+    before = torch.nn.functional.pad(x, (0, 0, taps - 1, 0))
+    y = torch.zeros_like(x) if bias is None else bias.to(x.dtype).expand_as(x)
+    for j in range(taps):
+        there = (positions >= taps - 1 - j)[:, None]
+        y = y + weight[:, j] * before[:, j : j + T].where(there, 0)
+    return y
 
 
 @triton.jit
@@ -54,12 +70,14 @@ def _forward_kernel(
     x_ptr,  # (B, T, C), rows and tokens at a stride
     weight_ptr,  # (C, K)
     bias_ptr,  # (C,)
+    positions_ptr,  # (T,)
     out_ptr,  # (B, T, C)
     T,
     C,
     stride_row,
     stride_token,
     HAS_BIAS: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     TAPS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -72,6 +90,9 @@ def _forward_kernel(
     for j in tl.static_range(TAPS):
         at = token + (j - TAPS + 1)
         mask = (at >= 0) & (at < T) & (channel < C)
+        if HAS_POSITIONS:
+            position = tl.load(positions_ptr + token, mask=token < T, other=0)
+            mask = mask & (position >= TAPS - 1 - j)
         x = tl.load(x_ptr + row * stride_row + at * stride_token + channel, mask=mask, other=0.0)
         w = tl.load(weight_ptr + channel * TAPS + j, mask=channel < C, other=0.0)
         y += x.to(tl.float32) * w.to(tl.float32)
@@ -84,6 +105,7 @@ def _backward_kernel(
     dy_ptr,  # (B, T, C), rows and tokens at a stride
     x_ptr,  # (B, T, C), rows and tokens at a stride
     weight_ptr,  # (C, K)
+    positions_ptr,  # (T,)
     dx_ptr,  # (B, T, C)
     parts_ptr,  # (B, programs, C, K + 1) fp32: of dw and, last, of db
     T,
@@ -93,6 +115,7 @@ def _backward_kernel(
     stride_x_row,
     stride_x_token,
     HAS_DW: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     TAPS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -105,6 +128,9 @@ def _backward_kernel(
     for j in tl.static_range(TAPS):
         at = token + (TAPS - 1 - j)
         mask = (at < T) & (channel < C)
+        if HAS_POSITIONS:
+            position = tl.load(positions_ptr + at, mask=at < T, other=0)
+            mask = mask & (position >= TAPS - 1 - j)
         dy = tl.load(
             dy_ptr + row * stride_dy_row + at * stride_dy_token + channel, mask=mask, other=0.0
         )
@@ -126,15 +152,19 @@ def _backward_kernel(
 
 class _CausalConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, positions)
         B, T, C = x.shape
         out = x.new_empty(B, T, C)
         if out.numel():
+            given = (weight if each is None else each for each in (bias, positions))
             with on_device(x):
                 _forward_kernel[_grid(x)](
-                    *(x, weight, weight if bias is None else bias, out, T, C, *x.stride()[:2]),
+                    *(x, weight, *given, out, T, C, *x.stride()[:2]),
                     HAS_BIAS=bias is not None,
+                    HAS_POSITIONS=positions is not None,
                     TAPS=weight.shape[1],
                     TOKENS=CONFIG.rows,
                     BLOCK=CONFIG.block,
@@ -144,8 +174,8 @@ class _CausalConv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, positions = ctx.saved_tensors
         B, T, C = x.shape
         taps, trains = weight.shape[1], any(ctx.needs_input_grad[1:])
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
@@ -154,29 +184,34 @@ class _CausalConv(torch.autograd.Function):
         if dx.numel():
             with on_device(x):
                 _backward_kernel[grid](
-                    *(dy, x, weight, dx, dx if parts is None else parts, T, C),
+                    *(dy, x, weight, weight if positions is None else positions, dx),
+                    *(dx if parts is None else parts, T, C),
                     *(*dy.stride()[:2], *x.stride()[:2]),
                     HAS_DW=trains,
+                    HAS_POSITIONS=positions is not None,
                     TAPS=taps,
                     TOKENS=CONFIG.rows,
                     BLOCK=CONFIG.block,
                     num_warps=CONFIG.num_warps,
                 )
         if parts is None:
-            return dx, None, None
+            return dx, None, None, None
         sums = parts.sum((0, 1)).to(weight.dtype)
-        return dx, sums[:, :taps], sums[:, taps] if ctx.needs_input_grad[2] else None
+        return dx, sums[:, :taps], sums[:, taps] if ctx.needs_input_grad[2] else None, None
 
 
 def causal_conv(
     x: Tensor,  # (B, T, C)
     weight: Tensor,  # (C, K)
     bias: Tensor | None = None,  # (C,)
+    positions: Tensor | None = None,  # (T,) int32
 ) -> Tensor:  # (B, T, C)
-    """The convolution of each channel with its own filter; differentiable in all three.
+    """The convolution of each channel with its own filter; differentiable in x, weight and bias.
 
     bf16, fp16 or fp32, all of one dtype, K at most 8. Rows and tokens of x may lie at any stride.
-    Saves x and weight. Raises ValueError for a wrong shape, dtype, device or layout.
+    `positions` are those of a row's tokens in their documents, the same in every row; without them
+    a row is one document. Saves x, weight and positions. Raises ValueError for a wrong shape,
+    dtype, device or layout.
     """
     B, T, C = x.shape
     taps = weight.shape[-1]
@@ -186,12 +221,14 @@ def causal_conv(
         raise ValueError(f"a filter has 1 to {MOST_TAPS} taps, got {taps}")
     if bias is not None:
         check_shape("bias", bias, (C,))
+    if positions is not None:
+        check_shape("positions", positions, (T,))
     if not runs_kernel(*given.values()):
-        return causal_conv_reference(x, weight, bias)
+        return causal_conv_reference(x, weight, bias, positions)
     for name, tensor in given.items():
         check_float(name, tensor, x.dtype)
     check_rows("x", x)
-    result: Tensor = _CausalConv.apply(x, weight.contiguous(), bias)
+    result: Tensor = _CausalConv.apply(x, weight.contiguous(), bias, positions)
     return result
 
 

@@ -376,9 +376,9 @@ def every_mixer_runs(model: Any) -> Iterator[None]:
     own, run = {id(mixer) for mixer in mixers_of(model)}, ModelsMixer.__call__
     called: set[int] = set()
 
-    def noted(self: ModelsMixer, *args: Any) -> Any:
+    def noted(self: ModelsMixer, *args: Any, **how: Any) -> Any:
         called.add(id(self.module))
-        return run(self, *args)
+        return run(self, *args, **how)
 
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(ModelsMixer, "__call__", noted)

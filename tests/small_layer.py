@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from exactness import DEVICE, FACTOR, FLOOR, assert_exact, relative_error
+from longctx.attention.documents import Documents
 from longctx.cost.kept import ORDER, Keep
 from longctx.patching.patch import patch_as
 from longctx.settings import PatchOptions
@@ -284,3 +285,17 @@ def assert_running_out_of_memory_leaves_nothing(
         time.sleep(0.01)
         tries -= 1
     assert store.tensors_on_gpu() == []
+
+
+def separate_rows(documents: Documents) -> list[tuple[Tensor, int]]:
+    """The tokens of each separate row [prompt + answer], and how many an earlier row has."""
+    tokens = [torch.arange(s.start, s.stop, device=DEVICE) for s in documents.slices()]
+    rows = []
+    for i, parent in enumerate(documents.parents):
+        first = parent is not None and parent == i - 1
+        if parent is not None:
+            shared = 0 if first else len(tokens[parent])
+            rows.append((torch.cat([tokens[parent], tokens[i]]), shared))
+        elif i not in documents.parents:
+            rows.append((tokens[i], 0))
+    return rows

@@ -68,6 +68,8 @@ class Schedule:
     """The experts (T, k) of each layer that has some, if a caller chose them."""
     given_segments: tuple[cutting.Segment, ...] = ()
     """The segments of mixers, if they were made before: a CUDA graph cannot record how they are."""
+    packs: bool = False
+    """Whether mixers read where documents begin, so that several lie in one row of theirs."""
 
     @cached_property
     def seed(self) -> int:
@@ -77,7 +79,8 @@ class Schedule:
     @cached_property
     def segments(self) -> tuple[cutting.Segment, ...]:
         """How mixers run over the documents."""
-        return self.given_segments or cutting.segments(self.documents, cutting.SEGMENT_TOKENS)
+        most = cutting.SEGMENT_TOKENS
+        return self.given_segments or cutting.segments(self.documents, most, packs=self.packs)
 
     def window(self, t: AttentionSpec) -> int | None:
         """Returns the window of a layer's attention; None where no document, after its parent, is

@@ -15,12 +15,17 @@ a mixer is causal, so that no real token depends on padding, whatever the kernel
 
 A document that continues a prompt begins with the state of the prompt's end. Documents of similar
 lengths share a batch, so that at most an eighth of its tokens are padding.
+
+Mixers that read where documents begin (`Mixes.packs`) have short documents behind each other in one
+row instead, as they are, without padding: `Packed` says where. Then it does not decide how the work
+is cut, so that one CUDA graph serves whatever documents a row has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -34,6 +39,22 @@ SEGMENT_TOKENS = 16384
 DeltaNet has 1.7 GiB, and its state, which is kept between segments, 2 MiB."""
 MOST_PADDING = 1 / 8
 """The share of a batch of documents that may be padding."""
+
+
+class Packed:
+    """Where the documents of a segment's row begin, as data that its kernels read.
+
+    bounds: (documents + 1,) int32, from 0 to the row's tokens. Documents may be empty.
+    """
+
+    def __init__(self, bounds: Tensor, tokens: int) -> None:
+        self.bounds, self._tokens = bounds, tokens
+
+    @cached_property
+    def positions(self) -> Tensor:  # (T,) int32
+        """The position of each token in its document."""
+        at = torch.arange(self._tokens, dtype=torch.int32, device=self.bounds.device)
+        return at - self.bounds[torch.searchsorted(self.bounds, at, right=True) - 1]
 
 
 class Places(NamedTuple):
@@ -55,6 +76,14 @@ class Segment:
     """The number of the segment with whose last state each row begins; None: with none."""
     places: Places | None = None
     """None where there is a single row without padding."""
+    packed: Packed | None = None
+    """The documents of a row that has several behind each other."""
+
+    @classmethod
+    def of_packed(cls, bounds: Tensor, tokens: slice) -> Segment:
+        """Makes the segment of these tokens, which are the documents between the bounds."""
+        length = tokens.stop - tokens.start
+        return cls(rows=(tokens,), length=length, packed=Packed(bounds, length))
 
     @property
     def tokens(self) -> slice:
@@ -87,8 +116,11 @@ class Segment:
         return flat if self.places is None else flat[self.places.padded]
 
 
-def segments(documents: Documents, most: int = SEGMENT_TOKENS) -> tuple[Segment, ...]:
-    """Returns the segments of a batch, each behind the one whose state it begins with."""
+def segments(
+    documents: Documents, most: int = SEGMENT_TOKENS, *, packs: bool = False
+) -> tuple[Segment, ...]:
+    """Returns the segments of a batch, each behind the one whose state it begins with. `packs`:
+    its mixers read where documents begin."""
     found: list[Segment] = []
     short: dict[int | None, list[slice]] = {}
     ends: dict[int, int] = {}  # maps prompts to their last segment
@@ -104,6 +136,8 @@ def segments(documents: Documents, most: int = SEGMENT_TOKENS) -> tuple[Segment,
             found.append(_segment((piece,), begins, documents))
             begins = len(found) - 1
         ends[i] = len(found) - 1
+    if packs:
+        found += _packed(short.pop(None, []), most, documents)
     for begins, alike in short.items():
         found += (_segment(rows, begins, documents) for rows in _batches(alike, most))
     return tuple(found)
@@ -121,6 +155,22 @@ def _pieces(tokens: slice, most: int) -> Iterator[slice]:
     count = -(-length // most)
     for start, stop in pairwise(tokens.start + length * i // count for i in range(count + 1)):
         yield slice(start, stop)
+
+
+def _packed(short: Sequence[slice], most: int, documents: Documents) -> Iterator[Segment]:
+    """Yields segments of documents that lie behind each other."""
+    run: list[slice] = []
+    for tokens in (*short, slice(0, 0)):
+        if run and (tokens.start != run[-1].stop or tokens.stop - run[0].start > most):
+            bounds = [row.start - run[0].start for row in run] + [run[-1].stop - run[0].start]
+            device, whole = documents.cu_seqlens.device, slice(run[0].start, run[-1].stop)
+            if len(run) == 1:
+                yield _segment((whole,), None, documents)
+            else:
+                made = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
+                yield Segment.of_packed(made, whole)
+            run = []
+        run.append(tokens)
 
 
 def _batches(documents: Sequence[slice], most: int) -> Iterator[tuple[slice, ...]]:

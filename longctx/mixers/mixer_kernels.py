@@ -50,25 +50,38 @@ class OurConvolution(TorchFunctionMode):
     """A context in which our kernel replaces torch's convolution of channels with one filter each,
     padded so that it is causal. The result has the row's tokens alone: torch's also has the K - 1
     behind them, which a causal model cuts off. With `begins` the first K - 1 tokens of the input
-    are a state, and their results, which a model cuts off, too, are left out.
+    are a state, and their results, which a model cuts off, too, are left out. With the `positions`
+    (T,) of tokens in their documents no token sees another document, in any dtype; `check` raises
+    RuntimeError where nothing was convolved so.
 
     Such a cut then takes the whole tensor. It is skipped as well: in backward torch would write its
     gradient to a tensor with channels as rows, and all that follows would be transposed.
     """
 
-    def __init__(self, *, begins: bool) -> None:
+    def __init__(self, *, begins: bool, positions: Tensor | None = None) -> None:
         super().__init__()
-        self._begins = begins
+        self._begins, self._positions = begins, positions
+        self._has_read = positions is None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.conv1d and (y := _convolved(self._begins, *args, **kwargs)) is not None:
-            return y
+        if func is torch.conv1d:
+            y = _convolved(self._begins, self._positions, *args, **kwargs)
+            if y is not None:
+                self._has_read = True
+                return y
         if func is torch.Tensor.__getitem__ and _takes_all(*args):
             return args[0]
         return func(*args, **kwargs)
+
+    def check(self) -> None:
+        if not self._has_read:
+            raise RuntimeError(
+                "a mixer did not read where documents begin: its convolution is none of torch's "
+                "with a filter for each channel, so packed documents would see each other"
+            )
 
 
 def _takes_all(x: Tensor, index: Any) -> bool:
@@ -84,6 +97,7 @@ def _takes_all(x: Tensor, index: Any) -> bool:
 
 def _convolved(
     begins: bool,
+    positions: Tensor | None,  # (T,)
     input: Tensor,  # (B, C, T)
     weight: Tensor,  # (C, 1, K)
     bias: Tensor | None = None,
@@ -96,12 +110,16 @@ def _convolved(
     channels, of_group, taps = weight.shape
     how = [x[0] if isinstance(x, (tuple, list)) else x for x in (stride, padding, dilation)]
     by_channel = of_group == 1 and groups == channels == input.shape[1]
-    casts = torch.is_autocast_enabled(input.device.type) or input.dtype != weight.dtype
-    if not by_channel or how != [1, taps - 1, 1] or casts or taps > MOST_TAPS:
+    if not by_channel or how != [1, taps - 1, 1] or taps > MOST_TAPS:
+        return None
+    autocasts = torch.is_autocast_enabled(input.device.type)
+    if positions is None and (autocasts or input.dtype != weight.dtype):
         return None
     rows = input.mT
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    y = causal_conv(rows, weight[:, 0], bias)
+    dtype = torch.get_autocast_dtype(input.device.type) if autocasts else input.dtype
+    filters, bias = weight[:, 0].to(dtype), None if bias is None else bias.to(dtype)
+    y = causal_conv(rows.to(dtype), filters, bias, positions)
     return (y[:, taps - 1 :] if begins else y).mT
 
 

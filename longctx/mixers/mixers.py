@@ -23,6 +23,7 @@ from longctx.families.families import layers_of
 from longctx.families.family import Layer, part_of
 from longctx.kernels.state_space import WIDEST
 from longctx.layer.parts.mixer import State
+from longctx.layer.segments import Packed
 from longctx.layer.specs.mixer_spec import MixerSpec
 from longctx.mixers.mixer_kernels import (
     OurConvolution,
@@ -54,6 +55,12 @@ class ModelsMixer:
             type(module) is nn.Dropout and module.p > 0 for module in self.module.modules()
         )
 
+    @property
+    def packs(self) -> bool:
+        """Whether it can have several documents in a row: what crosses tokens in it is ours, and
+        reads where documents begin."""
+        return self.spec.kind in _PACK and not installed("causal_conv1d")
+
     def facts(self) -> tuple[Any, ...]:
         """Returns what a recording of it depends on beside its parameters: its modules and their
         forwards, its own settings, its buffers, and which adapters are applied."""
@@ -67,18 +74,26 @@ class ModelsMixer:
         n: Tensor,  # (rows, t, D)
         begin: State,
         parameters: Mapping[str, Tensor],
+        *,
+        ends: bool = True,
+        packed: Packed | None = None,
     ) -> tuple[Tensor, State]:
-        carried = Carried(begin)
+        carried = Carried(begin, ends=ends)
         how = {"hidden_states": n, self.spec.cache: carried}
         norm = self.module.get_submodule(self.spec.gated_norm) if self.spec.gated_norm else None
-        convolution, kernels = OurConvolution(begins=bool(begin)), our_recurrence(self.module)
+        positions = None if packed is None else packed.positions
+        convolution = OurConvolution(begins=bool(begin), positions=positions)
+        kernels = our_recurrence(self.module)
         gated = our_gated_norm(norm, gate_first=self.spec.gate_first)
         with convolution, kernels, gated, our_adapters(self._adapted):
             z: Tensor = functional_call(self.module, dict(parameters), (), how)
+        convolution.check()
         # Falcon-H1's norm drops a dimension if rows have one token.
         return z.view(n.shape), carried.end
 
 
+_PACK = {"convolution"}
+"""The kinds of mixers whose every kernel that crosses tokens reads where documents begin."""
 _PLAIN = {bool, int, float, str, tuple, type(None)}
 
 
@@ -91,14 +106,15 @@ def _applied(module: Any) -> tuple[Any, ...]:
 
 
 class Carried:
-    """The state of one mixer before a call, and after its last token: the last inputs of its
-    convolution (rows, C, K - 1) and the state of its recurrence, if it has one."""
+    """The state of one mixer before a call, and after its last token, if `ends` asks for it: the
+    last inputs of its convolution (rows, C, K - 1) and the state of its recurrence, if it has
+    one."""
 
     record_past = True
     """Keeps the convolution off the path of generation, which writes its state in place."""
 
-    def __init__(self, begin: State) -> None:
-        self._begin = begin
+    def __init__(self, begin: State, *, ends: bool = True) -> None:
+        self._begin, self._ends = begin, ends
         self._convolved: list[Tensor] = []
         self._recurrent: list[Tensor] = []
 
@@ -114,6 +130,8 @@ class Carried:
         if self._begin:
             rows = torch.cat([self._begin[0].to(x.dtype).mT, rows], dim=1)
             x = rows.mT
+        if not self._ends:
+            return x
         last = rows[:, max(0, rows.shape[1] - reach) :]
         # A copy: a view would keep all of a segment's inputs alive until the row ends.
         last = nn.functional.pad(last, (0, 0, reach - last.shape[1], 0)).clone()
@@ -121,7 +139,8 @@ class Carried:
         return x
 
     def update_recurrent_state(self, state: Tensor, layer_idx: int, **_: Any) -> Tensor:
-        self._recurrent.append(state)
+        if self._ends:
+            self._recurrent.append(state)
         return state
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -165,6 +184,12 @@ def mixer_of(layer: Any, layer_spec: Layer) -> ModelsMixer | None:
     """Returns a layer's mixer; None if the layer has none."""
     spec = layer_spec.part(MixerSpec)
     return None if spec is None else ModelsMixer(part_of(layer, spec.path), spec)
+
+
+def all_pack(base: Any) -> bool:
+    """Whether every mixer of a model, if it has any, can have several documents in a row."""
+    mixers = (mixer_of(layer, spec) for layer, spec in layers_of(base))
+    return all(mixer.packs for mixer in mixers if mixer is not None)
 
 
 _KERNELS = {"fla": "flash-linear-attention"}

@@ -48,11 +48,13 @@ from longctx.errors import print_rank0
 from longctx.families.families import final_norm_of, final_norm_spec, mixes
 from longctx.families.strangers import why_not_scheduled
 from longctx.kernels.launch import once_differentiable
+from longctx.layer import segments as cutting
 from longctx.layer.parts.norms import final_norm
 from longctx.layer.passes import Schedule
 from longctx.layer.schedule import scheduled_layer
-from longctx.layer.segments import segments
+from longctx.layer.segments import Segment
 from longctx.memory.store import free_gpu_bytes
+from longctx.mixers.mixers import all_pack
 from longctx.runtime.recorded import GraphKey, Read, hooks_of_others
 from longctx.runtime.runtime import Runtime, follows_positions, make_schedule
 
@@ -171,13 +173,14 @@ class Graph:
 
         # Made before the recording, in which nothing may be copied from the host, and held: its
         # kernels read the places of tokens at each replay.
-        self._segments = segments(documents) if any(self.read.mixers) else ()
+        self._segments = self._given_segments(documents, packs=all_pack(base))
 
         def forward() -> Tensor:
             lengths = key.lengths or (key.longest,)
             whole = Documents(lengths=lengths, cu_seqlens=self._bounds, keys=self._keys)
             how = (base, runtime, self._rope, whole, 1)
-            return self._layers(base, make_schedule(*how, given_segments=self._segments))
+            cut = self._segments or self._segment_of_any()
+            return self._layers(base, make_schedule(*how, given_segments=cut))
 
         def backward(hidden: Tensor) -> list[Tensor | None]:
             inputs = self._inputs if key.needs_dx else self._inputs[1:]
@@ -186,6 +189,21 @@ class Graph:
 
         with torch.enable_grad():
             self._recorded = self.recording(forward, backward, pool)
+
+    def _given_segments(self, documents: Documents, *, packs: bool) -> tuple[Segment, ...]:
+        """Returns how mixers run over a batch whose documents have these lengths."""
+        if not any(self.read.mixers) or self.key.lengths is None:
+            return ()
+        return cutting.segments(documents, cutting.SEGMENT_TOKENS, packs=packs)
+
+    def _segment_of_any(self) -> tuple[Segment, ...]:
+        """Returns how mixers run over any documents that there is room for."""
+        if not any(self.read.mixers):
+            return ()
+        whole = slice(0, self.key.tokens)
+        if self.room.documents == 1:
+            return (Segment(rows=(whole,), length=self.key.tokens),)
+        return (Segment.of_packed(self._bounds, whole),)
 
     def _empty_keys(self, keys: Keys) -> Keys:
         """The places for those of a batch. Behind its copies are others, which nobody reads."""

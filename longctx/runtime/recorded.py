@@ -25,10 +25,11 @@ from longctx.families.families import (
     rotary_embeddings,
     windows,
 )
+from longctx.layer import segments as cutting
 from longctx.layer.adapters.protocol import Settings
 from longctx.memory.ladder import DROPS
 from longctx.memory.stream import Hook
-from longctx.mixers.mixers import ModelsMixer, mixer_of
+from longctx.mixers.mixers import ModelsMixer, all_pack, mixer_of
 from longctx.runtime.runtime import Runtime
 
 
@@ -55,7 +56,7 @@ class GraphKey(NamedTuple):
         shorter = (window for window in windows(base.config) if window is not None)
         limits = (n for n in (*shorter, *runtime.attention.limits) if n >= documents.longest)
         longest = min([len(x), *limits])
-        as_data = runtime.attention.reads_bounds(longest) and not mixes(base.config)
+        as_data = runtime.attention.reads_bounds(longest) and _mixers_read_bounds(base, len(x))
         return cls(
             tokens=len(x),
             position_rows=rope.shape[:-1].numel(),
@@ -71,6 +72,11 @@ class GraphKey(NamedTuple):
                 torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
             ),
         )
+
+
+def _mixers_read_bounds(base: Any, tokens: int) -> bool:
+    """Whether no mixer needs the lengths of documents on the host: they are called once."""
+    return not mixes(base.config) or (tokens <= cutting.SEGMENT_TOKENS and all_pack(base))
 
 
 class Read(NamedTuple):

@@ -65,6 +65,7 @@ from longctx.memory.levels import pending_levels
 from longctx.memory.place import usable_bytes
 from longctx.memory.rates import gpu_rates
 from longctx.memory.store import ActivationStore, free_gpu_bytes
+from longctx.mixers.mixers import all_pack
 from longctx.runtime.costs import StepTable
 from longctx.runtime.surroundings import Surroundings
 from longctx.settings import PatchOptions, scored_tokens
@@ -500,6 +501,7 @@ def make_schedule(
         attention=attention,
         store=runtime.store,
         tile_tokens=tile_tokens,
+        packs=all_pack(base),
         **more,
         head_groups=head_groups,
         dtype=runtime.dtype,

@@ -112,7 +112,7 @@ LONGEST = (262144, 327680, 393216, 473088)
 
 
 def adapted(preset: str, *lengths: int, layers: int | None = None) -> list[Case]:
-    """Rows of a model, or of so many of its layers, with adapters on all of its maps and experts."""
+    """Rows of a model, or of so many of its layers, with adapters on all maps and experts."""
     return [
         Case(
             name=f"{preset}/{layers}" if layers else preset,

@@ -10,7 +10,7 @@ import small_layer
 import test_every_family
 import torch
 import torch.distributed as dist
-from small_layer import KEEPS, LADDER, assert_exact_run
+from small_layer import KEEPS, LADDER, assert_exact_run, separate_rows
 from small_run import on_ranks
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -27,20 +27,6 @@ DOCUMENTS = Documents.of(
 )
 """Answers longer than the window and of one token; a prompt without answers, and one of one token:
 144 tokens."""
-
-
-def rows_of(documents: Documents) -> list[tuple[Tensor, int]]:
-    """The tokens of each separate row [prompt + answer], and how many an earlier row has."""
-    tokens = [torch.arange(s.start, s.stop, device=DEVICE) for s in documents.slices()]
-    rows = []
-    for i, parent in enumerate(documents.parents):
-        first = parent is not None and parent == i - 1
-        if parent is not None:
-            shared = 0 if first else len(tokens[parent])
-            rows.append((torch.cat([tokens[parent], tokens[i]]), shared))
-        elif i not in documents.parents:
-            rows.append((tokens[i], 0))
-    return rows
 
 
 def draw(vocab: int, dtype: torch.dtype, hidden: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -72,7 +58,7 @@ def separate(model: PreTrainedModel, ids: Tensor, d_hidden: Tensor) -> Found:
     """The prompt's hidden states are those of its first row."""
     model.zero_grad()
     whole = torch.zeros_like(d_hidden)
-    for tokens, known in rows_of(DOCUMENTS):
+    for tokens, known in separate_rows(DOCUMENTS):
         row = model.model(input_ids=ids[:, tokens], use_cache=False).last_hidden_state
         row[:, known:].backward(d_hidden[:, tokens[known:]].to(row.dtype))
         whole[:, tokens[known:]] = row.detach()[:, known:].to(whole.dtype)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -43,6 +46,39 @@ def test_as_in_fp64(shape, dtype, plain, request) -> None:
         assert_exact(name, own, near, true)
 
 
+POSITIONS = [*range(3), 0, 0, *range(36), *range(30), *range(7)]
+"""Of documents of 3, 1, 1, 36, 30 and 7 tokens: two end within the reach of one filter."""
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("taps", [3, 4])
+def test_each_document_begins_with_zeros(taps, dtype, plain, request) -> None:
+    if plain:
+        request.getfixturevalue("reference_kernels")
+    torch.manual_seed(taps)
+    T, C = len(POSITIONS), 24
+    positions = torch.tensor(POSITIONS, dtype=torch.int32, device=DEVICE)
+    starts = [t for t, position in enumerate(POSITIONS) if not position]
+    documents = [slice(a, b) for a, b in pairwise([*starts, T])]
+
+    def apart(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.cat([summed(x[:, tokens], weight, bias) for tokens in documents], dim=1)
+
+    x, dy = torch.randn(2, 1, T, C, device=DEVICE).to(dtype)
+    weight, bias = torch.randn(C, taps, device=DEVICE), torch.randn(C, device=DEVICE)
+    given = [x, weight.to(dtype), bias.to(dtype)]
+    truth = with_gradients(apart, [tensor.double() for tensor in given], dy)
+    by_positions = partial(causal_conv_reference, positions=positions)
+    naive = with_gradients(by_positions, given, dy)
+    ours = with_gradients(partial(causal_conv, positions=positions), given, dy)
+    for name, own, near, true in zip(("y", "dx", "dw", "db"), ours, naive, truth, strict=True):
+        assert_exact(name, own, near, true)
+    wide = with_gradients(by_positions, [tensor.double() for tensor in given], dy)
+    for near, true in zip(wide, truth, strict=True):
+        torch.testing.assert_close(near, true)
+
+
 def test_frozen_filters_have_no_gradient() -> None:
     x = torch.randn(1, 40, 24, device=DEVICE, requires_grad=True)
     weight = torch.randn(24, 4, device=DEVICE)
@@ -59,3 +95,5 @@ def test_what_is_refused() -> None:
         causal_conv(x, torch.randn(8, 9, device=DEVICE))
     with pytest.raises(ValueError, match="bias must have shape"):
         causal_conv(x, torch.randn(8, 4, device=DEVICE), torch.randn(4, device=DEVICE))
+    with pytest.raises(ValueError, match="positions must have shape"):
+        causal_conv(x, torch.randn(8, 4, device=DEVICE), positions=torch.arange(5, device=DEVICE))

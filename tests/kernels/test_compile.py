@@ -185,8 +185,10 @@ def _cases():
         arguments |= {"TOKENS": c.rows, "BLOCK": c.block, "HAS_BIAS": True, "HAS_DW": True}
         for x in ("", "_dy", "_x"):
             arguments |= {f"stride{x}_row": 16384 * 8192, f"stride{x}_token": 8192}
-        yield "causal_conv_forward", causal_conv._forward_kernel, t, arguments, c
-        yield "causal_conv_backward", causal_conv._backward_kernel, t, arguments, c
+        for name, packed in (("", False), ("_of_documents", True)):
+            arguments |= {"positions_ptr": "*i32", "HAS_POSITIONS": packed}
+            yield f"causal_conv_forward{name}", causal_conv._forward_kernel, t, arguments, c
+            yield f"causal_conv_backward{name}", causal_conv._backward_kernel, t, arguments, c
 
         widest = [(8192, True)] if t == "bf16" else []  # no model's mixers have it in fp32
         for D, first in ((128, False), (3072, True), *widest):
@@ -481,6 +483,7 @@ def test_every_kernel_compiles_for_both_architectures(reports):
         "clamped_swiglu_forward",
         "clamped_swiglu_backward",
         *(f"{op}_{way}" for op in ("causal_conv", "gated_norm") for way in ("forward", "backward")),
+        *(f"causal_conv_{way}_of_documents" for way in ("forward", "backward")),
         "combine",
         "slot_dots",
         "adamw",

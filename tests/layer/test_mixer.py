@@ -154,8 +154,10 @@ def ours(
     x, dy, weight = (t.requires_grad_() for t in drawn(documents.tokens))
     own = {f"mixer.{name}": p for name, p in module.named_parameters()}
     w = {"norm1": weight, **own}
-    mixes = ModelsMixer(module, replace(DELTA_NET, cache=KINDS[kind].cache, gated_norm=""))
-    y = scheduled_layer(x, schedule(documents, keep, residual), 0, w, mixes=mixes)
+    spec = replace(DELTA_NET, cache=KINDS[kind].cache, gated_norm="")
+    mixes = ModelsMixer(module, replace(spec, kind="convolution") if kind == "lfm2" else spec)
+    how = schedule(documents, keep, residual, packs=mixes.packs)
+    y = scheduled_layer(x, how, 0, w, mixes=mixes)
     trained = {"x": x, **{n: p for n, p in w.items() if p.requires_grad}}
     grads = torch.autograd.grad(y, [*trained.values()], dy)
     return {"y": y.detach(), **dict(zip(trained, grads, strict=True))}

@@ -20,8 +20,7 @@ from small_families import (
     mix_documents_apart_,
     mixers_of,
 )
-from small_layer import DEVICE, Autocast, batch, cast, gradients, truth_of
-from test_parents import rows_of
+from small_layer import DEVICE, Autocast, batch, cast, gradients, separate_rows, truth_of
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
@@ -231,9 +230,9 @@ def test_prompts_are_shared_by_their_states(family, count, monkeypatch) -> None:
     tokens = []
     run = ModelsMixer.__call__
 
-    def counted(self: Any, n: Tensor, *args: Any) -> Any:
+    def counted(self: Any, n: Tensor, *args: Any, **how: Any) -> Any:
         tokens.append(n.shape[:2].numel())
-        return run(self, n, *args)
+        return run(self, n, *args, **how)
 
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(ModelsMixer, "__call__", counted)
@@ -265,7 +264,7 @@ def assert_answers_are_separate(theirs: Any, ours: Any) -> None:
     truth = torch.empty_like(d)
     for model in (theirs, ours):
         model.zero_grad()
-    for tokens, known in rows_of(ANSWERED):
+    for tokens, known in separate_rows(ANSWERED):
         row = base_of(theirs)(input_ids=ids[:, tokens], use_cache=False).last_hidden_state
         own = tokens[known:]
         (row[:, known:] * d[:, own]).sum().backward()

@@ -39,7 +39,7 @@ from longctx.layer.parts.norms import Norm
 from longctx.layer.parts.protocol import NOTHING, Kept, OverRow
 from longctx.layer.parts.segment_graphs import KeptGraph, Leaves, SegmentGraph, Sums, add_to
 from longctx.layer.passes import Pass
-from longctx.layer.segments import Segment, kept_states
+from longctx.layer.segments import Packed, Segment, kept_states
 from longctx.layer.specs.mixer_spec import MixerSpec
 from longctx.layer.weights import MIXER
 
@@ -60,8 +60,13 @@ class Mixes(Protocol):
         n: Tensor,  # (rows, t, D)
         begin: State,
         parameters: Mapping[str, Tensor],
+        *,
+        ends: bool,
+        packed: Packed | None,
     ) -> tuple[Tensor, State]:  # (rows, t, D), the state behind the last token
-        """Runs the module with these parameters, by their names in it."""
+        """Runs the module with these parameters, by their names in it. `ends`: whether the state
+        behind the last token is asked for. `packed`: the documents of a single row that has
+        several, of which no state is asked for."""
 
 
 class Mixer(OverRow):
@@ -110,8 +115,9 @@ class Mixer(OverRow):
             n1 = segment.batch(self._norm.forward(segment.read(x)))
             if leaves is None:
                 begin = () if segment.begins is None else ends[segment.begins]
-                z, end = self._called(i, n1, begin, self._parameters)
-                if i in self._kept_states:
+                is_kept = i in self._kept_states
+                z, end = self._called(i, n1, begin, self._parameters, ends=is_kept)
+                if is_kept:
                     ends[i] = end
             else:
                 z, graph = self._with_graph(i, n1, [], leaves)
@@ -137,12 +143,13 @@ class Mixer(OverRow):
         with torch.enable_grad():
             # A view: counters of FLOPs put hooks on a module's input, and torch allows none on
             # leaves while a gradient is computed.
-            z, end = self._called(i, n1.view_as(n1), tuple(begin), leaves.all)
+            given = n1.view_as(n1), tuple(begin), leaves.all
+            z, end = self._called(i, *given, ends=outputs > 1)
             made = [get_gradient_edge(x) for x in (z, *end)[:outputs]]
         return z.detach(), SegmentGraph(n1, begin, made, z.dtype)
 
     def _called(
-        self, i: int, n1: Tensor, begin: State, parameters: Mapping[str, Tensor]
+        self, i: int, n1: Tensor, begin: State, parameters: Mapping[str, Tensor], *, ends: bool
     ) -> tuple[Tensor, State]:
         """Runs the module over segment i. A state (1, ...) is the beginning of every row."""
         s, kind = self._pass.schedule, n1.device.type
@@ -154,7 +161,7 @@ class Mixer(OverRow):
         # that was recorded.
         casts = dict(enabled=n1.dtype != s.dtype, cache_enabled=False)
         with torch.autocast(kind, s.dtype, **casts), _seeded(n1.device, seed):
-            return self._mixes(n1, begin, parameters)
+            return self._mixes(n1, begin, parameters, ends=ends, packed=self._cut[i].packed)
 
     def output(self, x: Tensor, tile: slice) -> Tensor:
         """Returns h of a tile, (t, D)."""
