@@ -69,6 +69,7 @@ def scan_reference(
     C: Tensor,  # (rows, T, G, N)
     D: Tensor | None = None,  # (H,)
     begin: Tensor | None = None,  # (rows, H, P, N)
+    starts: Tensor | None = None,  # (chunks,) bool
 ) -> tuple[Tensor, Tensor]:
     """Returns the equations above in plain torch."""
     (rows, T, H, P), N, dtype = x.shape, B.shape[3], x.dtype
@@ -88,6 +89,8 @@ def scan_reference(
     state = x.new_zeros(rows, H, P, N, dtype=wide) if begin is None else begin.to(wide)
     states = []
     for i in range(added.shape[1]):
+        if starts is not None:
+            state = state.masked_fill(starts[i], 0)
         states.append(state)
         state = b[:, i, :, -1:].exp() * state + added[:, i]
     decay = (b - b.mT).tril().exp().tril()
@@ -415,25 +418,29 @@ def scan(
     C: Tensor,  # (rows, T, G, N)
     D: Tensor | None = None,  # (H,)
     begin: Tensor | None = None,  # (rows, H, P, N)
+    starts: Tensor | None = None,  # (chunks,) bool
 ) -> tuple[Tensor, Tensor]:  # y (rows, T, H, P), the state behind the last token in fp32
     """Runs the recurrence over rows of tokens, from the state `begin` or from zeros. All arguments
-    get gradients. dt is a token's step, no less than zero, and A is negative. Heads go to groups
-    in order, as many to each.
+    but `starts` get gradients. dt is a token's step, no less than zero, and A is negative. Heads go
+    to groups in order, as many to each. `starts` says which chunks of CHUNK tokens a row's state is
+    zero before: those that begin a document. A token whose step is 0 changes no other one.
 
     The kernels take 16 bits, and heads of at most 128; plain torch takes the rest.
 
     Raises ValueError for a wrong shape, dtype or device.
     """
     _check(x, dt, A, B, C, D, begin)
+    if starts is not None:
+        check_shape("starts", starts, (triton.cdiv(x.shape[1], CHUNK),))
     runs = runs_kernel(x, dt, A, B, C, D, begin)
     if not runs or x.element_size() != 2 or x.shape[-1] > WIDEST:
-        return scan_reference(x, dt, A, B, C, D, begin)
+        return scan_reference(x, dt, A, B, C, D, begin, starts)
     by_head = dt.mT.float()
     by_head = torch.nn.functional.pad(by_head, (0, -dt.shape[1] % CHUNK)).contiguous()
     chunks = (A.float()[:, None] * by_head).unflatten(-1, (-1, CHUNK))
     b = chunks.cumsum(-1).flatten(-2)
     skip = torch.zeros_like(A, dtype=torch.float32) if D is None else D.float()
-    y, end = _Scan.apply(x, by_head, b, B, C, skip, begin)
+    y, end = _Scan.apply(x, by_head, b, B, C, skip, begin, starts)
     return y, end
 
 
@@ -450,26 +457,29 @@ class _Scan(torch.autograd.Function):
         C: Tensor,
         skip: Tensor,
         begin: Tensor | None,
+        starts: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         x, B, C = (_dense(y) for y in (x, B, C))
         b = b / math.log(2)
-        states, end = _states(x, B, *_of_keys(dt, b), begin)
+        states, end = _states(x, B, *_of_keys(dt, b, _before(starts)), begin)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         launch = _Launch("outputs", x, B, C)
         launch.start(_outputs_kernel, x, b, dt, B, C, skip, states, y)
-        ctx.save_for_backward(x, dt, b, B, C, skip, begin)
+        ctx.save_for_backward(x, dt, b, B, C, skip, begin, starts)
         return y, end
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, d_end: Tensor) -> tuple[Tensor | None, ...]:
-        x, dt, b, B, C, skip, begin = ctx.saved_tensors
+        x, dt, b, B, C, skip, begin, starts = ctx.saved_tensors
         dy = dy.contiguous()
-        states, _ = _states(x, B, *_of_keys(dt, b), begin)
-        ends, d_begin = _states(dy, C, b.exp2(), _ends(b), d_end, backwards=True)
+        states, _ = _states(x, B, *_of_keys(dt, b, _before(starts)), begin)
+        weights = _cut(b.exp2(), _ends(b), starts)
+        ends, d_begin = _states(dy, C, *weights, d_end, backwards=True)
         dx, ddt, db, dskip = _inputs(x, dy, dt, b, B, C, skip, ends)
         dB, dC, db_shared = _shared(x, dy, dt, b, B, C, states, ends)
-        return dx, ddt, db + db_shared, dB, dC, dskip, None if begin is None else d_begin
+        db += db_shared
+        return dx, ddt, db, dB, dC, dskip, None if begin is None else d_begin, None
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -483,12 +493,25 @@ def _ends(b: Tensor) -> Tensor:  # (rows, H, chunks CHUNK) -> (rows, H, chunks)
     return b[..., CHUNK - 1 :: CHUNK].exp2().contiguous()
 
 
-def _of_keys(dt: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _of_keys(dt: Tensor, b: Tensor, cut: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns what each token's x B^T has in the state behind its chunk, and the decay over each
-    chunk."""
+    chunk: nothing, and the end of the state, in the chunks of `cut`."""
     last = b[..., CHUNK - 1 :: CHUNK, None]
     until = (last - b.unflatten(-1, (-1, CHUNK))).exp2().flatten(-2)
-    return until * dt, _ends(b)
+    return _cut(until * dt, _ends(b), cut)
+
+
+def _cut(weights: Tensor, decays: Tensor, cut: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns both with zeros in the chunks of `cut`, (chunks,)."""
+    if cut is None:
+        return weights, decays
+    by_chunk = weights.unflatten(-1, (-1, CHUNK)).masked_fill(cut[:, None], 0)
+    return by_chunk.flatten(-2), decays.masked_fill(cut, 0)
+
+
+def _before(starts: Tensor | None) -> Tensor | None:
+    """Returns the chunks behind which another document begins."""
+    return None if starts is None else torch.nn.functional.pad(starts[1:], (0, 1))
 
 
 class _Launch:

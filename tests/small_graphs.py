@@ -179,7 +179,13 @@ def batch(i: int = 0, rows: int = 1, documents: list[int] | None = None) -> dict
     return {name: x.to(DEVICE) for name, x in found.items()}
 
 
-def make(family: str = "llama", lora: bool = False, **options: Any) -> Any:
+def make(
+    family: str = "llama",
+    lora: bool = False,
+    attention: type[ByBounds] = ByBounds,
+    **options: Any,
+) -> Any:
+    """Returns a patched model. On a CPU this attention runs in it."""
     torch.manual_seed(0)
     config = tiny_config() if family == "llama" else family_config(family)
     model: Any = AutoModelForCausalLM.from_config(config).to(DEVICE, DTYPE).train()
@@ -193,7 +199,7 @@ def make(family: str = "llama", lora: bool = False, **options: Any) -> Any:
                 nn.init.normal_(x, std=0.02)
     longctx.patch(model, **options)
     if not GPU:
-        compute_by(model, ByBounds())
+        compute_by(model, attention())
     return model
 
 

@@ -17,15 +17,13 @@ A document that continues a prompt begins with the state of the prompt's end. Do
 lengths share a batch, so that at most an eighth of its tokens are padding.
 
 Mixers that read where documents begin (`Mixes.packs`) have short documents behind each other in one
-row instead, as they are, without padding: `Packed` says where. Then it does not decide how the work
-is cut, so that one CUDA graph serves whatever documents a row has.
+row instead, as they are, without padding (packed.py). Then no length decides how the work is cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -33,28 +31,13 @@ import torch
 from torch import Tensor
 
 from longctx.attention.documents import Documents
+from longctx.layer.packed import Packed
 
 SEGMENT_TOKENS = 16384
 """Tokens of a segment, padding included. By count the graph of a segment of Qwen3.5-9B's Gated
 DeltaNet has 1.7 GiB, and its state, which is kept between segments, 2 MiB."""
 MOST_PADDING = 1 / 8
 """The share of a batch of documents that may be padding."""
-
-
-class Packed:
-    """Where the documents of a segment's row begin, as data that its kernels read.
-
-    bounds: (documents + 1,) int32, from 0 to the row's tokens. Documents may be empty.
-    """
-
-    def __init__(self, bounds: Tensor, tokens: int) -> None:
-        self.bounds, self._tokens = bounds, tokens
-
-    @cached_property
-    def positions(self) -> Tensor:  # (T,) int32
-        """The position of each token in its document."""
-        at = torch.arange(self._tokens, dtype=torch.int32, device=self.bounds.device)
-        return at - self.bounds[torch.searchsorted(self.bounds, at, right=True) - 1]
 
 
 class Places(NamedTuple):

@@ -11,8 +11,9 @@ LoRA           PEFT's code, which converts an adapter's input to fp32, and adds 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ from longctx.kernels.launch import runs_kernel
 from longctx.kernels.state_space import WIDEST, scan
 from longctx.layer.adapted import adapted_linear
 from longctx.layer.linear import packed_state
+from longctx.layer.packed import Packed
 
 
 def _tensors(*args: Any, **kwargs: Any) -> list[Tensor]:
@@ -46,42 +48,56 @@ attribute of a tensor that the function reads: hundreds in a call of a mixer, 3 
 each."""
 
 
+CONVOLUTION, RECURRENCE = "convolution", "recurrence"
+"""What crosses tokens in a mixer."""
+
+
+@dataclass
+class Call:
+    """One call of a mixer, as the kernels in it see it."""
+
+    begins: bool
+    """Whether its rows begin with a state."""
+    packed: Packed | None = None
+    """The documents of its row, if it has several."""
+    read: set[str] = field(default_factory=set)
+    """What in it has read where documents begin."""
+
+    def check(self, crosses: Collection[str]) -> None:
+        """Raises RuntimeError unless all that crosses tokens in it has seen the documents of a
+        packed row apart."""
+        if self.packed is not None and (lacking := {*crosses} - self.read):
+            raise RuntimeError(
+                f"the {' and the '.join(sorted(lacking))} of a mixer did not read where packed "
+                "documents begin, which would see each other: its module calls another function "
+                "than the one that longctx replaces"
+            )
+
+
 class OurConvolution(TorchFunctionMode):
     """A context in which our kernel replaces torch's convolution of channels with one filter each,
     padded so that it is causal. The result has the row's tokens alone: torch's also has the K - 1
-    behind them, which a causal model cuts off. With `begins` the first K - 1 tokens of the input
-    are a state, and their results, which a model cuts off, too, are left out. With the `positions`
-    (T,) of tokens in their documents no token sees another document, in any dtype; `check` raises
-    RuntimeError where nothing was convolved so.
+    behind them, which a causal model cuts off. If the call begins with a state, that is the first
+    K - 1 tokens of the input, and their results, which a model cuts off, too, are left out. Of a
+    packed row no token sees another document, in any dtype.
 
     Such a cut then takes the whole tensor. It is skipped as well: in backward torch would write its
     gradient to a tensor with channels as rows, and all that follows would be transposed.
     """
 
-    def __init__(self, *, begins: bool, positions: Tensor | None = None) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__()
-        self._begins, self._positions = begins, positions
-        self._has_read = positions is None
+        self._call = call
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.conv1d:
-            y = _convolved(self._begins, self._positions, *args, **kwargs)
-            if y is not None:
-                self._has_read = True
-                return y
+        if func is torch.conv1d and (y := _convolved(self._call, *args, **kwargs)) is not None:
+            return y
         if func is torch.Tensor.__getitem__ and _takes_all(*args):
             return args[0]
         return func(*args, **kwargs)
-
-    def check(self) -> None:
-        if not self._has_read:
-            raise RuntimeError(
-                "a mixer did not read where documents begin: its convolution is none of torch's "
-                "with a filter for each channel, so packed documents would see each other"
-            )
 
 
 def _takes_all(x: Tensor, index: Any) -> bool:
@@ -96,8 +112,7 @@ def _takes_all(x: Tensor, index: Any) -> bool:
 
 
 def _convolved(
-    begins: bool,
-    positions: Tensor | None,  # (T,)
+    call: Call,
     input: Tensor,  # (B, C, T)
     weight: Tensor,  # (C, 1, K)
     bias: Tensor | None = None,
@@ -113,23 +128,27 @@ def _convolved(
     if not by_channel or how != [1, taps - 1, 1] or taps > MOST_TAPS:
         return None
     autocasts = torch.is_autocast_enabled(input.device.type)
-    if positions is None and (autocasts or input.dtype != weight.dtype):
+    if call.packed is None and (autocasts or input.dtype != weight.dtype):
         return None
     rows = input.mT
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     dtype = torch.get_autocast_dtype(input.device.type) if autocasts else input.dtype
     filters, bias = weight[:, 0].to(dtype), None if bias is None else bias.to(dtype)
+    positions = None
+    if call.packed is not None:
+        positions = call.packed.positions
+        call.read.add(CONVOLUTION)
     y = causal_conv(rows.to(dtype), filters, bias, positions)
-    return (y[:, taps - 1 :] if begins else y).mT
+    return (y[:, taps - 1 :] if call.begins else y).mT
 
 
 @contextmanager
-def our_recurrence(module: nn.Module) -> Iterator[None]:
+def our_recurrence(module: nn.Module, call: Call) -> Iterator[None]:
     """Returns a context in which RECURRENCES replace the functions of these names in a mixer's
     file."""
     home = vars(sys.modules[type(module).__module__])
     theirs = {name: home[name] for name in RECURRENCES if name in home}
-    home.update({name: partial(RECURRENCES[name], given) for name, given in theirs.items()})
+    home.update({name: partial(RECURRENCES[name], call, given) for name, given in theirs.items()})
     try:
         yield
     finally:
@@ -138,6 +157,7 @@ def our_recurrence(module: nn.Module) -> Iterator[None]:
 
 @_as_one
 def _scanned(
+    call: Call,
     theirs: Any,
     hidden_states: Tensor,  # (rows, T, H, P)
     dt: Tensor,  # (rows, T, H)
@@ -158,7 +178,8 @@ def _scanned(
     function."""
     x = hidden_states
     plain = not any(isinstance(given, Tensor) for given in more.values())
-    if not (plain and runs_kernel(x) and x.element_size() == 2 and x.shape[-1] <= WIDEST):
+    ours = runs_kernel(x) and x.element_size() == 2 and x.shape[-1] <= WIDEST
+    if not plain or not (ours or call.packed is not None):
         how = dict(D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit, **more)
         how |= dict(initial_states=initial_states, return_final_states=return_final_states)
         return theirs(x, dt, A, B, C, chunk_size, **how)
@@ -167,17 +188,46 @@ def _scanned(
     least, most = dt_limit
     if least > 0 or most < float("inf"):
         steps = steps.clamp(least, most)
-    y, end = scan(x, steps, A, B.to(x.dtype), C.to(x.dtype), D, initial_states)
+    B, C = B.to(x.dtype), C.to(x.dtype)
+    if call.packed is None:
+        y, end = scan(x, steps, A, B, C, D, initial_states)
+    else:
+        chunks = call.packed.chunks
+        call.read.add(RECURRENCE)
+        x, B, C = map(chunks.spread, (x, B, C))  # of a token whose step is 0 nothing is left
+        steps = chunks.spread(steps, zeros=True)
+        y, end = scan(x, steps, A, B, C, D, starts=chunks.begins)
+        y = chunks.collect(y)
     return (y, end) if return_final_states else y
 
 
 @_as_one
-def _called(theirs: Any, *args: Any, **kwargs: Any) -> Any:
-    return theirs(*args, **kwargs)
+def _delta_rule(
+    call: Call,
+    theirs: Any,
+    query: Tensor,  # (rows, T, H, K)
+    key: Tensor,  # (rows, T, H, K)
+    value: Tensor,  # (rows, T, G, V)
+    *,
+    g: Tensor,  # (rows, T, G)
+    beta: Tensor,  # (rows, T, G)
+    **more: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns what Gated DeltaNet's own function returns. Its chunks have 64 tokens as ours have,
+    so that a decay to 0 behind each packed document is enough."""
+    if call.packed is None:
+        found: tuple[Tensor, Tensor | None] = theirs(query, key, value, g=g, beta=beta, **more)
+        return found
+    chunks = call.packed.chunks
+    call.read.add(RECURRENCE)
+    moved = map(chunks.spread, (query, key, value))
+    beta = chunks.spread(beta, zeros=True)  # nothing is written in the place of no token
+    o, _ = theirs(*moved, g=chunks.decays(g), beta=beta, **more)
+    return chunks.collect(o), None
 
 
-RECURRENCES = {"mamba2_chunk_scan": _scanned, "torch_chunk_gated_delta_rule": _called}
-"""Maps functions that transformers' files call to their replacements, which get them as first
+RECURRENCES = {"mamba2_chunk_scan": _scanned, "torch_chunk_gated_delta_rule": _delta_rule}
+"""Maps functions that transformers' files call to their replacements, which get them as second
 argument: our scan of Mamba 2, where its kernels can compute it, and Gated DeltaNet's own function,
 which flash-linear-attention has replaced already."""
 

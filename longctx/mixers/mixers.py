@@ -22,10 +22,13 @@ from longctx.families.adapters import is_adapted
 from longctx.families.families import layers_of
 from longctx.families.family import Layer, part_of
 from longctx.kernels.state_space import WIDEST
+from longctx.layer.packed import Packed
 from longctx.layer.parts.mixer import State
-from longctx.layer.segments import Packed
 from longctx.layer.specs.mixer_spec import MixerSpec
 from longctx.mixers.mixer_kernels import (
+    CONVOLUTION,
+    RECURRENCE,
+    Call,
     OurConvolution,
     our_adapters,
     our_gated_norm,
@@ -59,7 +62,7 @@ class ModelsMixer:
     def packs(self) -> bool:
         """Whether it can have several documents in a row: what crosses tokens in it is ours, and
         reads where documents begin."""
-        return self.spec.kind in _PACK and not installed("causal_conv1d")
+        return not any(map(installed, _TAKEN))
 
     def facts(self) -> tuple[Any, ...]:
         """Returns what a recording of it depends on beside its parameters: its modules and their
@@ -81,19 +84,22 @@ class ModelsMixer:
         carried = Carried(begin, ends=ends)
         how = {"hidden_states": n, self.spec.cache: carried}
         norm = self.module.get_submodule(self.spec.gated_norm) if self.spec.gated_norm else None
-        positions = None if packed is None else packed.positions
-        convolution = OurConvolution(begins=bool(begin), positions=positions)
-        kernels = our_recurrence(self.module)
+        call = Call(begins=bool(begin), packed=packed)
+        convolution, kernels = OurConvolution(call), our_recurrence(self.module, call)
         gated = our_gated_norm(norm, gate_first=self.spec.gate_first)
         with convolution, kernels, gated, our_adapters(self._adapted):
             z: Tensor = functional_call(self.module, dict(parameters), (), how)
-        convolution.check()
+        call.check(_CROSS[self.spec.kind])
         # Falcon-H1's norm drops a dimension if rows have one token.
         return z.view(n.shape), carried.end
 
 
-_PACK = {"convolution"}
-"""The kinds of mixers whose every kernel that crosses tokens reads where documents begin."""
+_BOTH = (CONVOLUTION, RECURRENCE)
+_CROSS = {"convolution": (CONVOLUTION,), "mamba": _BOTH, "delta rule": _BOTH}
+"""Maps the kinds of mixers to what crosses tokens in them, all of which reads where documents
+begin."""
+_TAKEN = ("causal_conv1d", "mamba_ssm")
+"""Packages whose kernels transformers takes where they are installed, and ours do not replace."""
 _PLAIN = {bool, int, float, str, tuple, type(None)}
 
 

@@ -104,6 +104,10 @@ def made(kind: str) -> nn.Module:
     return module.train()
 
 
+SPEC_KINDS = {
+    "lfm2": "convolution",
+    **dict.fromkeys(("granite", "nemotron_h", "falcon_h1"), "mamba"),
+}
 DELTA_NET = MixerSpec(
     hidden=1,
     path="linear_attn",
@@ -155,7 +159,7 @@ def ours(
     own = {f"mixer.{name}": p for name, p in module.named_parameters()}
     w = {"norm1": weight, **own}
     spec = replace(DELTA_NET, cache=KINDS[kind].cache, gated_norm="")
-    mixes = ModelsMixer(module, replace(spec, kind="convolution") if kind == "lfm2" else spec)
+    mixes = ModelsMixer(module, replace(spec, kind=SPEC_KINDS.get(kind, "delta rule")))
     how = schedule(documents, keep, residual, packs=mixes.packs)
     y = scheduled_layer(x, how, 0, w, mixes=mixes)
     trained = {"x": x, **{n: p for n, p in w.items() if p.requires_grad}}
@@ -303,9 +307,10 @@ class Saved:
 # --- what reaches the kernels ----------------------------------------------------------------
 
 
-def test_a_kernel_sees_one_document_in_a_row_and_its_own_state(monkeypatch) -> None:
+def test_a_kernel_sees_documents_apart_and_their_own_state(monkeypatch) -> None:
     """A stub in the place of flash-linear-attention's function, which is handed what it has in its
-    signature: shapes, the state that it begins with, and no bounds."""
+    signature: shapes, the state that it begins with, and no bounds, which its kernels would read on
+    the host."""
     home = import_module("transformers.models.olmo_hybrid.modeling_olmo_hybrid")
     run, seen = home.torch_chunk_gated_delta_rule, []
 
@@ -326,10 +331,9 @@ def test_a_kernel_sees_one_document_in_a_row_and_its_own_state(monkeypatch) -> N
     assert forward == [
         *(((1, 27), begins, None) for begins in (True, False, False)),
         ((1, 20), True, None),  # a prompt
+        ((1, 128), True, None),  # two documents, in a chunk of 64 places each
         ((1, 18), False, None),  # answers
         ((1, 5), False, None),
-        ((1, 20), True, None),
-        ((1, 1), True, None),
     ]
 
 

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import small_graphs
 import torch
+from by_bounds import ByMask
 from small_families import IN_TORCH_ALONE, MIXERS
 from small_graphs import (
     GPU,
@@ -19,7 +21,6 @@ from small_graphs import (
     batch,
     bits_repeat,
     count,
-    make,
     recorded_with,
     runtime_of,
     trained,
@@ -42,9 +43,6 @@ BY_COUNT = ("moe", "experts", "qwen3_next")
 """Words in the names of families with experts, whose tokens a CPU counts on the host."""
 ALIKE = [[20, 27, 1]] * 4 + [[16, 16, 16]] * 4
 """The documents of eight rows. One of the first has a single token, which is padded."""
-PACKED = ("lfm2",)
-"""Families of which a mixer has all documents of a row at once. The attention beside them reads the
-bounds on the host, on a CPU (tests/by_bounds.py)."""
 IN_ALL = {"target_modules": "all-linear"}
 OF_MAMBA = {"target_modules": ["in_proj", "q_proj", "v_proj"]}
 """PEFT refuses adapters of the out_proj of a Mamba 2."""
@@ -57,20 +55,19 @@ ADAPTERS = {
 @pytest.fixture
 def recording(request: Any, monkeypatch: Any) -> Iterator[None]:
     family = request.getfixturevalue("family") if "family" in request.fixturenames else ""
-    on_host = any(word in family for word in (*BY_COUNT, *PACKED))
-    with recorded_with(monkeypatch, MadeAgain if on_host else Operations):
+    by_count = any(word in family for word in BY_COUNT)
+    with recorded_with(monkeypatch, MadeAgain if by_count else Operations):
         yield
-
-
-def graphs_of(family: str) -> int:
-    """How many graphs the eight rows need: one, where documents' bounds are data."""
-    return 1 if family in PACKED else 2
 
 
 @pytest.fixture
 def repeatable() -> Iterator[None]:
     with bits_repeat():
         yield
+
+
+def make(family: str, *given: Any, **how: Any) -> Any:
+    return small_graphs.make(family, *given, attention=ByMask, **how)
 
 
 def rows(alike: list[list[int]] = ALIKE, **more: Any) -> list[dict[str, Any]]:
@@ -84,8 +81,8 @@ def test_bits_are_those_of_eager_passes(family: str, peft: Any, recording: None)
     how = dict(lora=peft is not None, peft=peft) if peft else {}
     ours, eager = make(family, **how), make(family, **how, cuda_graphs="off")
     assert_same(trained(ours, rows()), trained(eager, rows()))
-    assert count(ours) == graphs_of(family) and not count(eager)
-    assert runtime_of(ours).graphs._replayed == 8 - graphs_of(family)
+    assert count(ours) == 1 and not count(eager)
+    assert runtime_of(ours).graphs._replayed == 7
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
@@ -97,16 +94,18 @@ def test_rows_of_a_batch_and_a_document_each(family: str, recording: None) -> No
     assert count(ours) == 2 and runtime_of(ours).graphs._replayed == 4
 
 
-def test_other_documents_run_eagerly(recording: None, capsys: Any) -> None:
-    """Most mixers are called document by document: a graph serves batches of the same lengths."""
+def test_other_documents_run_eagerly(recording: None, monkeypatch: Any, capsys: Any) -> None:
+    """A mixer that does not read bounds is called document by document: a graph serves batches of
+    the same lengths."""
+    monkeypatch.setattr(ModelsMixer, "packs", False)
     steps = rows([[20, 28], [21, 27], [22, 26], [23, 25]])
-    ours, eager = make("falcon_h1"), make("falcon_h1", cuda_graphs="off")
+    ours, eager = make("qwen3_5_text"), make("qwen3_5_text", cuda_graphs="off")
     assert_same(trained(ours, steps), trained(eager, steps))
     assert not count(ours)
     assert capsys.readouterr().out.count("no CUDA graphs for batches whose documents") == 1
 
 
-@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize("family", ["lfm2", "granitemoehybrid", "falcon_h1", "qwen3_5_text"])
 @pytest.mark.parametrize("lora", [False, True])
 def test_bounds_are_data(family: str, lora: bool, recording: None, capsys: Any) -> None:
     """Of other lengths, one document, many (there is room for 16), and some of a token."""
@@ -251,7 +250,7 @@ def test_a_kept_graph_changes_no_bit(family: str, peft: Any, monkeypatch: Any) -
 def test_a_kept_graph_is_recorded(family: str, recording: None) -> None:
     ours, eager = keeping(make(family), graphed=True), make(family, cuda_graphs="off")
     assert_same(trained(ours, rows()), trained(eager, rows()))
-    assert runtime_of(ours).graphs._replayed == 8 - graphs_of(family)
+    assert runtime_of(ours).graphs._replayed == 7
 
 
 @pytest.mark.usefixtures("repeatable")

@@ -35,11 +35,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from longctx.cost.table import INPUT
 from longctx.kernels.annotate import annotated, each
+from longctx.layer.packed import Packed
 from longctx.layer.parts.norms import Norm
 from longctx.layer.parts.protocol import NOTHING, Kept, OverRow
 from longctx.layer.parts.segment_graphs import KeptGraph, Leaves, SegmentGraph, Sums, add_to
 from longctx.layer.passes import Pass
-from longctx.layer.segments import Packed, Segment, kept_states
+from longctx.layer.segments import Segment, kept_states
 from longctx.layer.specs.mixer_spec import MixerSpec
 from longctx.layer.weights import MIXER
 
