@@ -140,7 +140,11 @@ class Inputs:
         self.chats = self._write("chats", (_chat(i) for i in range(512)))
         self.book = str(folder / "book.txt")
         """One document of 100,000 words."""
-        Path(self.book).write_text(" ".join(f"It was {i * i % 9973}." for i in range(33_334)))
+        sentences = [f"It was {i * i % 9973}." for i in range(33_334)]
+        Path(self.book).write_text(" ".join(sentences))
+        letters = (" ".join(sentences[i : i + 30 + 37 * i % 121]) for i in range(300))
+        self.letters = self._write("letters", ({"text": letter} for letter in letters))
+        """Documents of 150 to 750 tokens."""
         self.files = folder / "files"
         """A folder as people have it: one list of conversations in JSON, a table, and a note."""
         self.files.mkdir(exist_ok=True)
@@ -327,7 +331,7 @@ def _every_kth_input(inputs: Inputs) -> Iterator[Case]:
 
 def _graphs(inputs: Inputs) -> Iterator[Case]:
     """Steps enough to record the layers, over whole weights, adapters, several batches a step, and
-    each kind of mixer, over rows of one document."""
+    each kind of mixer, over a row of one document and of several."""
     small = "--preset smollm2-135m"
     options = {
         "graphs": small,
@@ -336,8 +340,9 @@ def _graphs(inputs: Inputs) -> Iterator[Case]:
         "graphs_in_8_gib": "--lora_r 4 --quantize nf4 --gpu_memory_gib 8",
         "graphs_dpo": f"--task dpo --train_file {inputs.pairs} --lora_r 4",
         "graphs_delta_net": f"--preset tiny-hybrid --lora_r 4 --train_file {inputs.book}",
-        "graphs_mamba": f"--preset falcon-h1-0.5b --lora_r 4 --train_file {inputs.book}",
-        "graphs_convolution": f"--preset lfm2-1.2b --lora_r 4 --train_file {inputs.book}",
+        "graphs_packed": f"--preset tiny-hybrid --lora_r 4 --train_file {inputs.letters}",
+        "graphs_mamba": f"--preset falcon-h1-0.5b --lora_r 4 --train_file {inputs.letters}",
+        "graphs_convolution": f"--preset lfm2-1.2b --lora_r 4 --train_file {inputs.letters}",
     }
     for name, text in options.items():
         words = (*"--seq_len 2048 --max_steps 6".split(), *text.split())

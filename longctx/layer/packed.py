@@ -29,6 +29,21 @@ FORGOTTEN = -1e4
 chunk, whose sums of decays it leaves as they are."""
 
 
+SPARE_PLACES = 16 * CHUNK
+"""As many places beside a row's tokens as 16 documents need at most."""
+
+
+def most_places(tokens: int) -> int:
+    """Returns how many places in chunks a row of these tokens may take, which decide the memory of
+    a mixer: an eighth more, or those that 16 documents need."""
+    return tokens + max(SPARE_PLACES, tokens // 8)
+
+
+def places_of(length: int) -> int:
+    """Returns the places of a document."""
+    return (length // CHUNK + 1) * CHUNK
+
+
 class Packed:
     """Where the documents of a row begin.
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention.documents import Documents
-from longctx.layer.packed import Packed
+from longctx.layer.packed import Packed, most_places, places_of
 
 SEGMENT_TOKENS = 16384
 """Tokens of a segment, padding included. By count the graph of a segment of Qwen3.5-9B's Gated
@@ -143,17 +143,26 @@ def _pieces(tokens: slice, most: int) -> Iterator[slice]:
 def _packed(short: Sequence[slice], most: int, documents: Documents) -> Iterator[Segment]:
     """Yields segments of documents that lie behind each other."""
     run: list[slice] = []
-    for tokens in (*short, slice(0, 0)):
-        if run and (tokens.start != run[-1].stop or tokens.stop - run[0].start > most):
-            bounds = [row.start - run[0].start for row in run] + [run[-1].stop - run[0].start]
-            device, whole = documents.cu_seqlens.device, slice(run[0].start, run[-1].stop)
-            if len(run) == 1:
-                yield _segment((whole,), None, documents)
-            else:
-                made = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
-                yield Segment.of_packed(made, whole)
-            run = []
+    places, room = 0, most_places(min(most, documents.tokens))
+    for tokens in short:
+        own = places_of(tokens.stop - tokens.start)
+        goes_on = run and tokens.start == run[-1].stop and tokens.stop - run[0].start <= most
+        if run and not (goes_on and places + own <= room):
+            yield _of_run(run, documents)
+            run, places = [], 0
         run.append(tokens)
+        places += own
+    if run:
+        yield _of_run(run, documents)
+
+
+def _of_run(run: Sequence[slice], documents: Documents) -> Segment:
+    whole = slice(run[0].start, run[-1].stop)
+    if len(run) == 1:
+        return _segment((whole,), None, documents)
+    bounds = torch.tensor([row.start - whole.start for row in run] + [whole.stop - whole.start])
+    device = documents.cu_seqlens.device
+    return Segment.of_packed(bounds.int().to(device, non_blocking=True), whole)
 
 
 def _batches(documents: Sequence[slice], most: int) -> Iterator[tuple[slice, ...]]:

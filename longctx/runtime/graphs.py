@@ -15,8 +15,8 @@ gradients with all hooks, the optimizer. Nobody sees a tensor that the next repl
 Where documents begin is data: bounds fill a place for so many documents, the rest of which are
 empty. Windows that are longer than every document are left out, as the schedule does, so that a
 batch in which other windows count has another key. Attention that loops over documents on the host
-has a graph for given lengths, and so has a model with mixers, which are called document by document
-(layer/segments.py). Where documents continue others, there is room for so many copies of keys
+has a graph for given lengths, and so have mixers in rows that packed documents need much room for
+(layer/packed.py). Where documents continue others, there is room for so many copies of keys
 (attention/copied.py); what does not copy them runs eagerly, and so do mixers.
 
 A mixer is recorded as it runs: its module's own forward, and in backward once more with a graph of
@@ -55,15 +55,13 @@ from longctx.layer.schedule import scheduled_layer
 from longctx.layer.segments import Segment
 from longctx.memory.store import free_gpu_bytes
 from longctx.mixers.mixers import all_pack
-from longctx.runtime.recorded import GraphKey, Read, hooks_of_others
+from longctx.runtime.recorded import GraphKey, Read, hooks_of_others, room_for
 from longctx.runtime.runtime import Runtime, follows_positions, make_schedule
 
 MOST_GRAPHS = 4
 """Graphs of a model; the one that was used longest ago goes first."""
 PATIENCE = 10
 """After as many recordings each must have served as many batches."""
-LEAST_DOCUMENTS = 16
-"""Room for documents, where there are several."""
 TWICE = (
     "backward ran twice through longctx's layers: what they keep is overwritten as it is used "
     "(retain_graph is not supported)"
@@ -78,7 +76,8 @@ _APART = (
 
 _OTHER_DOCUMENTS = (
     "no CUDA graphs for batches whose documents have other lengths than those of the batch before: "
-    "mixers, and attention with some backends, are called document by document"
+    "attention with some backends is called document by document, and so are mixers of rows with "
+    "many short documents or more than 16384 tokens"
 )
 
 
@@ -116,9 +115,10 @@ class Room(NamedTuple):
 
     @classmethod
     def of(cls, documents: Documents) -> Room:
-        count, keys = len(documents.lengths), documents.keys
-        room = 1 if count == 1 else max(LEAST_DOCUMENTS, 1 << (count - 1).bit_length())
-        return cls(room, 0 if keys is None else _rounded(len(keys.tokens), len(keys.places)))
+        keys = documents.keys
+        return cls(
+            room_for(documents), 0 if keys is None else _rounded(len(keys.tokens), len(keys.places))
+        )
 
     def with_that_of(self, others: Iterable[Graph]) -> Room:
         """Returns room for what this and others have room for: else graphs for many documents and

@@ -25,12 +25,17 @@ from longctx.families.families import (
     rotary_embeddings,
     windows,
 )
+from longctx.kernels.state_space import CHUNK
 from longctx.layer import segments as cutting
 from longctx.layer.adapters.protocol import Settings
+from longctx.layer.packed import most_places
 from longctx.memory.ladder import DROPS
 from longctx.memory.stream import Hook
 from longctx.mixers.mixers import ModelsMixer, all_pack, mixer_of
 from longctx.runtime.runtime import Runtime
+
+LEAST_DOCUMENTS = 16
+"""Room for documents, where there are several."""
 
 
 class GraphKey(NamedTuple):
@@ -56,7 +61,7 @@ class GraphKey(NamedTuple):
         shorter = (window for window in windows(base.config) if window is not None)
         limits = (n for n in (*shorter, *runtime.attention.limits) if n >= documents.longest)
         longest = min([len(x), *limits])
-        as_data = runtime.attention.reads_bounds(longest) and _mixers_read_bounds(base, len(x))
+        as_data = runtime.attention.reads_bounds(longest) and _mixers_read_bounds(base, documents)
         return cls(
             tokens=len(x),
             position_rows=rope.shape[:-1].numel(),
@@ -74,9 +79,20 @@ class GraphKey(NamedTuple):
         )
 
 
-def _mixers_read_bounds(base: Any, tokens: int) -> bool:
-    """Whether no mixer needs the lengths of documents on the host: they are called once."""
-    return not mixes(base.config) or (tokens <= cutting.SEGMENT_TOKENS and all_pack(base))
+def room_for(documents: Documents) -> int:
+    """Returns the number of documents that a graph has room for, if it is recorded with these."""
+    count = len(documents.lengths)
+    return 1 if count == 1 else max(LEAST_DOCUMENTS, 1 << (count - 1).bit_length())
+
+
+def _mixers_read_bounds(base: Any, documents: Documents) -> bool:
+    """Whether no mixer needs the lengths of documents on the host: each is called once, with memory
+    for as many documents as there is room for."""
+    if not mixes(base.config):
+        return True
+    tokens, room = documents.tokens, room_for(documents) * CHUNK
+    is_short = tokens <= cutting.SEGMENT_TOKENS and room <= most_places(tokens) - tokens
+    return is_short and all_pack(base)
 
 
 class Read(NamedTuple):

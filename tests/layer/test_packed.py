@@ -9,7 +9,7 @@ from torch import Tensor
 from exactness import DEVICE
 from longctx.attention.documents import Documents
 from longctx.kernels.state_space import CHUNK, scan
-from longctx.layer.packed import FORGOTTEN, Chunks, Packed
+from longctx.layer.packed import FORGOTTEN, Chunks, Packed, most_places
 from longctx.layer.segments import segments
 
 LENGTHS = [
@@ -140,3 +140,9 @@ def test_long_documents_and_answers_do_not() -> None:
     ]
     answered = cut([6, 2, 2, 3, 4], 16, [None, 0, 0, None, None])
     assert answered == [([(0, 6)], None), ([(10, 17)], [0, 3, 7]), ([(6, 8), (8, 10)], None)]
+
+
+def test_many_short_documents_take_no_more_memory_than_the_plan_counts() -> None:
+    found = cut([1] * 40, 16384)  # 64 places each, and 1064 at most
+    assert [len(bounds) - 1 for _, bounds in found] == [16, 16, 8]
+    assert most_places(40) == 1064 and most_places(16384) == 18432

@@ -120,6 +120,15 @@ def test_bounds_are_data(family: str, lora: bool, recording: None, capsys: Any) 
     assert "no CUDA graphs" not in capsys.readouterr().out
 
 
+def test_many_short_documents_have_a_graph_for_their_lengths(recording: None, capsys: Any) -> None:
+    many = [1] * 17 + [31]
+    steps = rows([many] * 3 + [[*reversed(many)]] * 2)
+    ours, eager = make("falcon_h1"), make("falcon_h1", cuda_graphs="off")
+    assert_same(trained(ours, steps), trained(eager, steps))
+    assert count(ours) == 2 and runtime_of(ours).graphs._replayed == 3
+    assert capsys.readouterr().out.count("no CUDA graphs for batches whose documents") == 1
+
+
 def test_documents_that_continue_others_run_eagerly(recording: None) -> None:
     documents = Documents.of([7, 9, 12, 20], [None, 0, 0, None])
     arguments = {name: x.to(DEVICE) for name, x in documents.arguments().items()}

@@ -18,6 +18,7 @@ from longctx.cost.fitted import MIXER_LAUNCHES, MIXERS
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work, buffers_during
 from longctx.layer import segments as cutting
+from longctx.layer.packed import most_places
 from longctx.layer.specs.attention_spec import NORM1
 from longctx.layer.specs.part_spec import PartSpec, Paths, kept_input
 from longctx.system import installed
@@ -105,7 +106,8 @@ class MixerSpec(PartSpec):
         )
         forward = (Work(name="mixer", flops=flops, nbytes=3 * unit), besides)
         z = tokens * s.hidden * itemsize
-        one_segment = tokens <= cutting.SEGMENT_TOKENS
+        segment = min(tokens, cutting.SEGMENT_TOKENS)
+        one_segment = tokens == segment
         # However long the documents are: one of L tokens keeps ceil(L / segment) - 1 states.
         states = (tokens - 1) // cutting.SEGMENT_TOKENS
         kept = Keepable(
@@ -119,7 +121,7 @@ class MixerSpec(PartSpec):
         )
         again = Keepable(
             name="graph",
-            nbytes=_graph_bytes(s, mixed, tokens) + z,
+            nbytes=_graph_bytes(s, mixed, self._places(batch, tokens)) + z,
             tensors=24,
             spares=(Work(name="mixer", flops=flops), besides),
             needs=frozenset({"o"}),
@@ -144,8 +146,16 @@ class MixerSpec(PartSpec):
                 *([kept] if kept.nbytes else []),
                 *([again] if one_segment else []),
             ),
-            buffers=_buffers(s, mixed, tokens),
+            buffers=_buffers(
+                s, mixed, tokens, self._places(batch, min(tokens, cutting.SEGMENT_TOKENS))
+            ),
         )
+
+    def _places(self, batch: Batch, tokens: int) -> int:
+        """Returns the tokens of a segment, with the places between packed documents that a
+        recurrence has (layer/packed.py)."""
+        is_packed = batch.document < batch.tokens and self.kind != "convolution"
+        return most_places(tokens) if is_packed else tokens
 
 
 def _graph_bytes(s: Sizes, mixed: Mixed, tokens: int) -> int:
@@ -153,12 +163,13 @@ def _graph_bytes(s: Sizes, mixed: Mixed, tokens: int) -> int:
     return tokens * int(mixed.graph * mixed.columns) * s.itemsize
 
 
-def _buffers(s: Sizes, mixed: Mixed, tokens: int) -> tuple[Buffer, ...]:
-    """Buffers of a mixer. Forward has a segment's tensors, of which half as many are there at a
-    time as its graph holds. Backward has a segment's graph, n1 and its gradient, and the trained
-    parameters' gradients: their sums in fp32, and one segment's."""
+def _buffers(s: Sizes, mixed: Mixed, tokens: int, places: int) -> tuple[Buffer, ...]:
+    """Buffers of a mixer, whose segments have so many places. Forward has a segment's tensors, of
+    which half as many are there at a time as its graph holds. Backward has a segment's graph, n1
+    and its gradient, and the trained parameters' gradients: their sums in fp32, and one
+    segment's."""
     rows = min(tokens, cutting.SEGMENT_TOKENS)
-    graph, narrow = _graph_bytes(s, mixed, rows), rows * s.hidden * s.itemsize
+    graph, narrow = _graph_bytes(s, mixed, places), rows * s.hidden * s.itemsize
     segmented = tokens > rows
 
     back = buffers_during("mixer backward")
