@@ -27,8 +27,6 @@ from longctx.kernels.state_space import CHUNK
 FORGOTTEN = -1e4
 """The logarithm of a decay of which fp32 has no number but 0. It stands behind all tokens of its
 chunk, whose sums of decays it leaves as they are."""
-
-
 SPARE_PLACES = 16 * CHUNK
 """As many places beside a row's tokens as 16 documents need at most."""
 

@@ -121,7 +121,7 @@ class MixerSpec(PartSpec):
         )
         again = Keepable(
             name="graph",
-            nbytes=_graph_bytes(s, mixed, self._places(batch, tokens)) + z,
+            nbytes=_graph_bytes(s, mixed, self._places(batch, segment)) + z,
             tensors=24,
             spares=(Work(name="mixer", flops=flops), besides),
             needs=frozenset({"o"}),
@@ -146,9 +146,7 @@ class MixerSpec(PartSpec):
                 *([kept] if kept.nbytes else []),
                 *([again] if one_segment else []),
             ),
-            buffers=_buffers(
-                s, mixed, tokens, self._places(batch, min(tokens, cutting.SEGMENT_TOKENS))
-            ),
+            buffers=_buffers(s, mixed, tokens, self._places(batch, segment)),
         )
 
     def _places(self, batch: Batch, tokens: int) -> int:
