@@ -28,7 +28,7 @@ FORGOTTEN = -1e4
 """The logarithm of a decay of which fp32 has no number but 0. It stands behind all tokens of its
 chunk, whose sums of decays it leaves as they are."""
 SPARE_PLACES = 16 * CHUNK
-"""As many places beside a row's tokens as 16 documents need at most."""
+"""The places that 16 documents need at most beside those of a row's tokens."""
 
 
 def most_places(tokens: int) -> int:
@@ -43,7 +43,7 @@ def places_of(length: int) -> int:
 
 
 class Packed:
-    """Where the documents of a row begin.
+    """The bounds of the documents that lie behind each other in a row, and what follows from them.
 
     bounds: (documents + 1,) int32, from 0 to the row's tokens. Documents may be empty.
     """

@@ -49,7 +49,7 @@ each."""
 
 
 CONVOLUTION, RECURRENCE = "convolution", "recurrence"
-"""What crosses tokens in a mixer."""
+"""The two operations of a mixer in which a token reads others."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Call:
     packed: Packed | None = None
     """The documents of its row, if it has several."""
     read: set[str] = field(default_factory=set)
-    """What in it has read where documents begin."""
+    """Which of these operations have read where documents begin."""
 
     def check(self, crosses: Collection[str]) -> None:
         """Raises RuntimeError unless all that crosses tokens in it has seen the documents of a

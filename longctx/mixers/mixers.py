@@ -62,7 +62,7 @@ class ModelsMixer:
     def packs(self) -> bool:
         """Whether it can have several documents in a row: what crosses tokens in it is ours, and
         reads where documents begin."""
-        return not any(map(installed, _TAKEN))
+        return self.spec.kind in _CROSS and not any(map(installed, _TAKEN))
 
     def facts(self) -> tuple[Any, ...]:
         """Returns what a recording of it depends on beside its parameters: its modules and their
@@ -89,15 +89,15 @@ class ModelsMixer:
         gated = our_gated_norm(norm, gate_first=self.spec.gate_first)
         with convolution, kernels, gated, our_adapters(self._adapted):
             z: Tensor = functional_call(self.module, dict(parameters), (), how)
-        call.check(_CROSS[self.spec.kind])
+        call.check(_CROSS.get(self.spec.kind, ()))
         # Falcon-H1's norm drops a dimension if rows have one token.
         return z.view(n.shape), carried.end
 
 
 _BOTH = (CONVOLUTION, RECURRENCE)
 _CROSS = {"convolution": (CONVOLUTION,), "mamba": _BOTH, "delta rule": _BOTH}
-"""Maps the kinds of mixers to what crosses tokens in them, all of which reads where documents
-begin."""
+"""Maps the kinds of mixers that can have several documents in a row to the operations in which a
+token reads others: all of these read where documents begin."""
 _TAKEN = ("causal_conv1d", "mamba_ssm")
 """Packages whose kernels transformers takes where they are installed, and ours do not replace."""
 _PLAIN = {bool, int, float, str, tuple, type(None)}

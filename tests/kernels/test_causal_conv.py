@@ -47,7 +47,7 @@ def test_as_in_fp64(shape, dtype, plain, request) -> None:
 
 
 POSITIONS = [*range(3), 0, 0, *range(36), *range(30), *range(7)]
-"""Of documents of 3, 1, 1, 36, 30 and 7 tokens: two end within the reach of one filter."""
+"""Those of six documents. Two of a single token end within the reach of one filter."""
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])

@@ -108,7 +108,7 @@ def test_other_documents_run_eagerly(recording: None, monkeypatch: Any, capsys: 
 @pytest.mark.parametrize("family", ["lfm2", "granitemoehybrid", "falcon_h1", "qwen3_5_text"])
 @pytest.mark.parametrize("lora", [False, True])
 def test_bounds_are_data(family: str, lora: bool, recording: None, capsys: Any) -> None:
-    """Of other lengths, one document, many (there is room for 16), and some of a token."""
+    """One graph serves one document and many (there is room for 16), some of a single token."""
     many = [[3] * 16, [2] * 9 + [30], [1, 46, 1], [20, 28], [1] * 12 + [36]]
     if GPU:  # torch, in the kernel's place, adds up the filter of a single document otherwise
         many.append([48])
