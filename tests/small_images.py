@@ -297,17 +297,18 @@ def assert_as_each_alone(found: Run, naive: Any, alone: Callable[[Any], Run]) ->
     """A packed batch in fp32 is as exact as `alone`, which runs each of its documents by itself
     with a given model, is with `naive`: both are held to `alone` in fp64."""
     wide = cast(copy.deepcopy(naive), torch.float64)
-    with terms_of(wide, "k_proj") as terms, query_terms(wide) as of_queries:
+    keys, queries = (terms_of(wide, name) for name in ("k_proj", "q_proj"))
+    with keys as terms, queries as of_weights, query_terms(wide) as of_biases:
         truth = alone(wide)
-    terms |= of_queries
+    terms |= of_weights | of_biases
     loss, grads = found
     assert {*grads} == {*truth[1]}
     for name in [name for name in truth[1] if name.endswith("k_proj.bias") and "tower" in name]:
         del truth[1][name]  # 0 but for rounding
     ours, plain = (loss.detach(), {name: grads[name] for name in truth[1]}), alone(naive)
     # A softmax's gradients sum to 0 over the keys, so that what all patches share cancels in
-    # dW = dk^T x, and in dq = ds k, whose sum the bias of q has. Rounding errors are those of the
-    # terms, however little is left of their sum.
+    # dW = dk^T x, and in dq = ds k, whose sums the weight and the bias of q have. Rounding errors
+    # are those of the terms, however little is left of their sum.
     for name in [name for name in terms if "tower" in name]:
         true, naively, packed = (run[1].pop(name) for run in (truth, plain, ours))
         floor = FLOOR[torch.float32] * terms[name] ** 0.5 / float(true.norm())

@@ -17,7 +17,8 @@ A document that continues a prompt begins with the state of the prompt's end. Do
 lengths share a batch, so that at most an eighth of its tokens are padding.
 
 Mixers that read where documents begin (`Mixes.packs`) have short documents behind each other in one
-row instead, as they are, without padding (packed.py). Then no length decides how the work is cut.
+row instead, as they are, without padding (row_documents.py). Then no length decides how the work is
+cut.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention.documents import Documents
-from longctx.layer.packed import Packed, most_places, places_of
+from longctx.layer.row_documents import RowDocuments, most_places, places_of
 
 SEGMENT_TOKENS = 16384
 """Tokens of a segment, padding included. By count the graph of a segment of Qwen3.5-9B's Gated
@@ -59,14 +60,14 @@ class Segment:
     """The number of the segment with whose last state each row begins; None: with none."""
     places: Places | None = None
     """None where there is a single row without padding."""
-    packed: Packed | None = None
+    packed: RowDocuments | None = None
     """The documents of a row that has several behind each other."""
 
     @classmethod
     def of_packed(cls, bounds: Tensor, tokens: slice) -> Segment:
         """Makes the segment of these tokens, which are the documents between the bounds."""
         length = tokens.stop - tokens.start
-        return cls(rows=(tokens,), length=length, packed=Packed(bounds, length))
+        return cls(rows=(tokens,), length=length, packed=RowDocuments(bounds, length))
 
     @property
     def tokens(self) -> slice:

@@ -35,7 +35,7 @@ from longctx.kernels.launch import runs_kernel
 from longctx.kernels.state_space import WIDEST, scan
 from longctx.layer.adapted import adapted_linear
 from longctx.layer.linear import packed_state
-from longctx.layer.packed import Packed
+from longctx.layer.row_documents import RowDocuments
 
 
 def _tensors(*args: Any, **kwargs: Any) -> list[Tensor]:
@@ -53,12 +53,12 @@ CONVOLUTION, RECURRENCE = "convolution", "recurrence"
 
 
 @dataclass
-class Call:
+class MixerCall:
     """One call of a mixer, as the kernels in it see it."""
 
     begins: bool
     """Whether its rows begin with a state."""
-    packed: Packed | None = None
+    packed: RowDocuments | None = None
     """The documents of its row, if it has several."""
     read: set[str] = field(default_factory=set)
     """Which of these operations have read where documents begin."""
@@ -85,7 +85,7 @@ class OurConvolution(TorchFunctionMode):
     gradient to a tensor with channels as rows, and all that follows would be transposed.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: MixerCall) -> None:
         super().__init__()
         self._call = call
 
@@ -112,7 +112,7 @@ def _takes_all(x: Tensor, index: Any) -> bool:
 
 
 def _convolved(
-    call: Call,
+    call: MixerCall,
     input: Tensor,  # (B, C, T)
     weight: Tensor,  # (C, 1, K)
     bias: Tensor | None = None,
@@ -143,7 +143,7 @@ def _convolved(
 
 
 @contextmanager
-def our_recurrence(module: nn.Module, call: Call) -> Iterator[None]:
+def our_recurrence(module: nn.Module, call: MixerCall) -> Iterator[None]:
     """Returns a context in which RECURRENCES replace the functions of these names in a mixer's
     file."""
     home = vars(sys.modules[type(module).__module__])
@@ -157,7 +157,7 @@ def our_recurrence(module: nn.Module, call: Call) -> Iterator[None]:
 
 @_as_one
 def _scanned(
-    call: Call,
+    call: MixerCall,
     theirs: Any,
     hidden_states: Tensor,  # (rows, T, H, P)
     dt: Tensor,  # (rows, T, H)
@@ -203,7 +203,7 @@ def _scanned(
 
 @_as_one
 def _delta_rule(
-    call: Call,
+    call: MixerCall,
     theirs: Any,
     query: Tensor,  # (rows, T, H, K)
     key: Tensor,  # (rows, T, H, K)

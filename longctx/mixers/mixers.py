@@ -22,13 +22,13 @@ from longctx.families.adapters import is_adapted
 from longctx.families.families import layers_of
 from longctx.families.family import Layer, part_of
 from longctx.kernels.state_space import WIDEST
-from longctx.layer.packed import Packed
 from longctx.layer.parts.mixer import State
+from longctx.layer.row_documents import RowDocuments
 from longctx.layer.specs.mixer_spec import MixerSpec
 from longctx.mixers.mixer_kernels import (
     CONVOLUTION,
     RECURRENCE,
-    Call,
+    MixerCall,
     OurConvolution,
     our_adapters,
     our_gated_norm,
@@ -79,12 +79,12 @@ class ModelsMixer:
         parameters: Mapping[str, Tensor],
         *,
         ends: bool = True,
-        packed: Packed | None = None,
+        packed: RowDocuments | None = None,
     ) -> tuple[Tensor, State]:
         carried = Carried(begin, ends=ends)
         how = {"hidden_states": n, self.spec.cache: carried}
         norm = self.module.get_submodule(self.spec.gated_norm) if self.spec.gated_norm else None
-        call = Call(begins=bool(begin), packed=packed)
+        call = MixerCall(begins=bool(begin), packed=packed)
         convolution, kernels = OurConvolution(call), our_recurrence(self.module, call)
         gated = our_gated_norm(norm, gate_first=self.spec.gate_first)
         with convolution, kernels, gated, our_adapters(self._adapted):

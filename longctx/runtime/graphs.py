@@ -16,7 +16,7 @@ Where documents begin is data: bounds fill a place for so many documents, the re
 empty. Windows that are longer than every document are left out, as the schedule does, so that a
 batch in which other windows count has another key. Attention that loops over documents on the host
 has a graph for given lengths, and so have mixers in rows that packed documents need much room for
-(layer/packed.py). Where documents continue others, there is room for so many copies of keys
+(layer/row_documents.py). Where documents continue others, there is room for so many copies of keys
 (attention/copied.py); what does not copy them runs eagerly, and so do mixers.
 
 A mixer is recorded as it runs: its module's own forward, and in backward once more with a graph of

@@ -28,7 +28,7 @@ from longctx.families.families import (
 from longctx.kernels.state_space import CHUNK
 from longctx.layer import segments as cutting
 from longctx.layer.adapters.protocol import Settings
-from longctx.layer.packed import most_places
+from longctx.layer.row_documents import most_places
 from longctx.memory.ladder import DROPS
 from longctx.memory.stream import Hook
 from longctx.mixers.mixers import ModelsMixer, all_pack, mixer_of

@@ -14,10 +14,10 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 from exactness import DEVICE, assert_exact
 from longctx.kernels import launch
 from longctx.kernels.state_space import scan_reference
-from longctx.layer.packed import Packed
+from longctx.layer.row_documents import RowDocuments
 from longctx.layer.specs.mixer_spec import MixerSpec
 from longctx.mixers import mixer_kernels
-from longctx.mixers.mixer_kernels import Call, OurConvolution, our_gated_norm, our_recurrence
+from longctx.mixers.mixer_kernels import MixerCall, OurConvolution, our_gated_norm, our_recurrence
 from longctx.mixers.mixers import Carried, ModelsMixer
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -44,7 +44,7 @@ def test_a_causal_convolution_is_ours_and_its_gradient_has_tokens_as_rows(
     truth = convolved(rows.mT, weight, 9)
     dy = torch.randn(2, 9, CHANNELS, device=DEVICE)
     wanted = torch.autograd.grad(truth, (rows, weight), dy.mT)
-    with OurConvolution(Call(begins=begins)):
+    with OurConvolution(MixerCall(begins=begins)):
         ours = convolved(rows.mT, weight, 9)
     assert ours.mT.is_contiguous() and ours.shape == truth.shape
     torch.testing.assert_close(ours, truth)
@@ -63,14 +63,14 @@ def test_other_convolutions_stay_torchs() -> None:
         (x, torch.randn(CHANNELS, 1, 9), dict(padding=8, groups=CHANNELS)),
     ]
     for given, filters, how in others:
-        with OurConvolution(Call(begins=True)):
+        with OurConvolution(MixerCall(begins=True)):
             found = torch.conv1d(given, filters, **how)
         assert torch.equal(found, torch.conv1d(given, filters, **how)), how
 
 
 def test_cuts_that_take_less_stay_cuts() -> None:
     x = torch.randn(3, 4)
-    with OurConvolution(Call(begins=False)):
+    with OurConvolution(MixerCall(begins=False)):
         assert x[:, -4:] is x
         assert x[:, -3:].shape == (3, 3) and x[1:, :].shape == (2, 4) and x[:, ::2].shape == (3, 2)
         assert x[0].shape == (4,) and x[:, None].shape == (3, 1, 4)
@@ -148,7 +148,7 @@ def test_a_mamba_with_our_kernels_is_as_exact_as_in_plain_torch(kind, monkeypatc
         return module(hidden_states=n, cache_params=carried), carried.end
 
     def plain(n: Tensor, begin: Any, parameters: Any) -> Any:
-        with our_recurrence(module, Call(begins=True)):
+        with our_recurrence(module, MixerCall(begins=True)):
             return theirs(n, begin, parameters)
 
     truth = in_segments(module.double(), theirs, n.double(), dy)
@@ -171,7 +171,7 @@ def test_another_scan_stays_transformers() -> None:
     home = import_module(type(module).__module__)
     theirs, n = home.mamba2_chunk_scan, torch.randn(1, 9, 64)
     wanted = module(n)
-    call = Call(begins=False)
+    call = MixerCall(begins=False)
     with our_recurrence(module, call), our_recurrence(nn.Linear(1, 1), call):
         assert home.mamba2_chunk_scan is not theirs
         assert torch.equal(module(n), wanted)
@@ -180,11 +180,11 @@ def test_another_scan_stays_transformers() -> None:
 
 def test_documents_that_something_in_a_mixer_did_not_read_are_refused() -> None:
     """Its module calls another function than the one that we replace, as another version may."""
-    packed = Packed(torch.tensor([0, 3, 7], dtype=torch.int32), 7)
-    call = Call(begins=False, packed=packed)
+    packed = RowDocuments(torch.tensor([0, 3, 7], dtype=torch.int32), 7)
+    call = MixerCall(begins=False, packed=packed)
     with OurConvolution(call):
         torch.conv1d(torch.randn(1, 4, 7), torch.randn(4, 1, 3), padding=2, groups=4)
     call.check(["convolution"])
     with pytest.raises(RuntimeError, match="the recurrence of a mixer did not read where packed"):
         call.check(["convolution", "recurrence"])
-    Call(begins=False).check(["convolution"])
+    MixerCall(begins=False).check(["convolution"])

@@ -35,11 +35,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from longctx.cost.table import INPUT
 from longctx.kernels.annotate import annotated, each
-from longctx.layer.packed import Packed
 from longctx.layer.parts.norms import Norm
 from longctx.layer.parts.protocol import NOTHING, Kept, OverRow
 from longctx.layer.parts.segment_graphs import KeptGraph, Leaves, SegmentGraph, Sums, add_to
 from longctx.layer.passes import Pass
+from longctx.layer.row_documents import RowDocuments
 from longctx.layer.segments import Segment, kept_states
 from longctx.layer.specs.mixer_spec import MixerSpec
 from longctx.layer.weights import MIXER
@@ -63,7 +63,7 @@ class Mixes(Protocol):
         parameters: Mapping[str, Tensor],
         *,
         ends: bool,
-        packed: Packed | None,
+        packed: RowDocuments | None,
     ) -> tuple[Tensor, State]:  # (rows, t, D), the state behind the last token
         """Runs the module with these parameters, by their names in it. `ends`: whether the state
         behind the last token is asked for. `packed`: the documents of a single row that has

@@ -18,7 +18,7 @@ from longctx.cost.fitted import MIXER_LAUNCHES, MIXERS
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work, buffers_during
 from longctx.layer import segments as cutting
-from longctx.layer.packed import most_places
+from longctx.layer.row_documents import most_places
 from longctx.layer.specs.attention_spec import NORM1
 from longctx.layer.specs.part_spec import PartSpec, Paths, kept_input
 from longctx.system import installed
@@ -151,7 +151,7 @@ class MixerSpec(PartSpec):
 
     def _places(self, batch: Batch, tokens: int) -> int:
         """Returns the tokens of a segment, with the places between packed documents that a
-        recurrence has (layer/packed.py)."""
+        recurrence has (layer/row_documents.py)."""
         is_packed = batch.document < batch.tokens and self.kind != "convolution"
         return most_places(tokens) if is_packed else tokens
 

@@ -45,7 +45,10 @@ def assert_scores(plain: Any, ours: Any) -> None:
     grads = {name: p.grad for name, p in ours.named_parameters()}
     for name, p in plain.named_parameters():
         if p.grad is not None:
-            most = 1e-3 if name.endswith(DECAYS) else 2e-5
+            # transformers' delta rule computes in fp32, where most terms of these cancel: beside
+            # one in fp64, theirs of layer 2 of qwen3_5_moe are 4e-4 off and ours 8e-4, of layer 0
+            # both 2e-2.
+            most = 2e-3 if name.endswith(DECAYS) else 2e-5
             assert (grads[name] - p.grad).norm() <= most * p.grad.norm(), name
 
 

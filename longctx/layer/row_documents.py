@@ -42,7 +42,7 @@ def places_of(length: int) -> int:
     return (length // CHUNK + 1) * CHUNK
 
 
-class Packed:
+class RowDocuments:
     """The bounds of the documents that lie behind each other in a row, and what follows from them.
 
     bounds: (documents + 1,) int32, from 0 to the row's tokens. Documents may be empty.

@@ -1,4 +1,4 @@
-"""Documents behind each other in one row of a mixer (layer/packed.py), and how rows are cut so."""
+"""Documents behind each other in a row of a mixer (layer/row_documents.py), and which these are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from exactness import DEVICE
 from longctx.attention.documents import Documents
 from longctx.kernels.state_space import CHUNK, scan
-from longctx.layer.packed import FORGOTTEN, Chunks, Packed, most_places
+from longctx.layer.row_documents import FORGOTTEN, Chunks, RowDocuments, most_places
 from longctx.layer.segments import segments
 
 LENGTHS = [
@@ -70,7 +70,7 @@ def test_gradients_of_tokens_that_moved(lengths) -> None:
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_positions(lengths) -> None:
-    found = Packed(bounds_of(lengths), sum(lengths)).positions
+    found = RowDocuments(bounds_of(lengths), sum(lengths)).positions
     assert found.dtype == torch.int32
     assert found.tolist() == [n for length in lengths for n in range(length)]
 
@@ -90,7 +90,7 @@ def test_a_scan_of_packed_documents_has_the_bits_of_each_alone(dtype) -> None:
         torch.tensor([-0.1, -0.9], device=DEVICE),
     )  # slow: a leak would show
     leaves = [y.requires_grad_() for y in (x, dt, B, C)]
-    chunks = Packed(bounds_of(lengths), sum(lengths)).chunks
+    chunks = RowDocuments(bounds_of(lengths), sum(lengths)).chunks
     moved = (chunks.spread(x), chunks.spread(dt, zeros=True), A, *map(chunks.spread, (B, C)))
     y = chunks.collect(scan(*moved, starts=chunks.begins)[0])
     found = [y, *torch.autograd.grad(y, leaves, dy)]
