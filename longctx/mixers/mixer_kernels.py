@@ -61,7 +61,7 @@ class MixerCall:
     packed: RowDocuments | None = None
     """The documents of its row, if it has several."""
     read: set[str] = field(default_factory=set)
-    """Which of these operations have read where documents begin."""
+    """The operations, CONVOLUTION or RECURRENCE, that have read where documents begin so far."""
 
     def check(self, crosses: Collection[str]) -> None:
         """Raises RuntimeError unless all that crosses tokens in it has seen the documents of a
