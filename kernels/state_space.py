@@ -21,15 +21,19 @@ backwards), w_ij = dt_j e^(b_i - b_j) dy_i x_j, and u_j = e^(b_last - b_j) R B_j
     db_i = sum_(j < i) w_ij C_i B_j - sum_(k > i) w_ki C_k B_i + e^b_i C_i S^T dy_i - dt_i x_i u_i
     db_last += e^b_last S R + sum_j dt_j x_j u_j
 
-    states    one program a head and block of the state goes through all chunks; also for R
+    decays    one program a chunk and some heads: dt by head, and b
+    states    one a head and block of the state goes through all chunks; also for R
     outputs   one a chunk and some heads of a group, which share C B^T
     inputs    the same: dx, ddt, db in part, dD
     shared    the same and a block of N: dB and dC, summed over its heads in fp32; the rest of db
+    steps     as decays: from db to ddt and dA
+    sums      one some heads: dA and dD over all chunks
 
 Backward makes the states again: they are twice as large as x. What a transposed result of a matmul
 would be needed for is computed as its own matmul (delta_rule.py says why).
 
-Arithmetic is in fp32; m, w and the states are rounded before the next matmul, results once. Bytes a
+Arithmetic is in fp32; m, w and the states are rounded before the next matmul, results once. All
+sums over tokens have one order, in which chunks of steps 0 behind a row change no bit. Bytes a
 token and head at 2 bytes an element, N = 128, P = 64, chunks of 64: 0.6 KB forward, 1.3 KB
 backward.
 
@@ -59,6 +63,14 @@ from longctx.kernels.launch import (
 
 WIDEST = 128
 """The widest heads, P. A state may have any number of columns, N."""
+TILE = 16
+"""P and N are multiples of it. Triton 3.6 compiles `outputs` wrongly for P = 24 and N = 40 on an
+H200: three of four warps have wrong results. Multiples of 16 have none."""
+
+
+def has_kernels(P: int, N: int) -> bool:
+    """Whether the kernels take heads of P columns with states of N."""
+    return P <= WIDEST and P % TILE == N % TILE == 0
 
 
 def scan_reference(
@@ -108,6 +120,8 @@ def _chunks(x: Tensor) -> Tensor:  # (rows, T, H, ·) -> (rows, chunks, H, CHUNK
 
 # --- kernels ---------------------------------------------------------------------------------
 
+LOG2_E = tl.constexpr(1 / math.log(2))
+
 
 @triton.jit
 def _tokens(x_ptr, token, columns, stride, T, width):
@@ -142,11 +156,95 @@ def _products(a_ptr, b_ptr, token, stride_a, stride_b, T, N, CHUNK, BLOCK_N, BLO
 
 
 @triton.jit
+def _decays_kernel(
+    dt_ptr,  # (rows, T, H) fp32
+    rates_ptr,  # A (H,) fp32
+    steps_ptr,  # dt, (rows, H, chunks CHUNK) fp32
+    b_ptr,  # (rows, H, chunks CHUNK) fp32, in base 2
+    T,
+    H,
+    chunks,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    heads = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = (heads < H)[None, :]
+    at = (row * T + token)[:, None] * H + heads
+    dt = tl.load(dt_ptr + at, mask=(token < T)[:, None] & real, other=0.0)
+    rates = tl.load(rates_ptr + heads, mask=heads < H, other=0.0) * LOG2_E
+    out = (row * H + heads)[None, :] * chunks * CHUNK + token[:, None]
+    tl.store(steps_ptr + out, dt, mask=real)
+    tl.store(b_ptr + out, tl.cumsum(dt * rates[None, :], 0), mask=real)
+
+
+@triton.jit
+def _steps_kernel(
+    ddt_ptr,  # (rows, H, chunks CHUNK) fp32, without what b gives
+    db_ptr,  # (PARTS, rows, H, chunks CHUNK) fp32
+    steps_ptr,  # dt, (rows, H, chunks CHUNK) fp32
+    rates_ptr,  # A (H,) fp32
+    out_ptr,  # ddt (rows, T, H) fp32
+    drates_ptr,  # dA (rows, H, chunks) fp32
+    part,
+    T,
+    H,
+    chunks,
+    PARTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    heads = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = (heads < H)[None, :]
+    at = (row * H + heads)[None, :] * chunks * CHUNK + token[:, None]
+    parts = db_ptr + at
+    db = tl.load(parts, mask=real, other=0.0)
+    for _ in range(PARTS - 1):
+        parts += part
+        db += tl.load(parts, mask=real, other=0.0)
+    sums = tl.cumsum(db, 0, reverse=True)  # of b from a token to its chunk's last
+    rates = tl.load(rates_ptr + heads, mask=heads < H, other=0.0)
+    ddt = tl.load(ddt_ptr + at, mask=real, other=0.0) + rates[None, :] * sums
+    out = (row * T + token)[:, None] * H + heads
+    tl.store(out_ptr + out, ddt, mask=(token < T)[:, None] & real)
+    drates = tl.sum(tl.load(steps_ptr + at, mask=real, other=0.0) * sums, axis=0)
+    tl.store(drates_ptr + (row * H + heads) * chunks + chunk, drates, mask=heads < H)
+
+
+@triton.jit
+def _sums_kernel(
+    drates_ptr,  # (rows, H, chunks) fp32
+    dskip_ptr,  # (rows, H, chunks) fp32
+    out_ptr,  # dA and dD, (2, H) fp32
+    rows,
+    H,
+    chunks,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    heads = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    drates, dskip = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for row in range(rows):
+        for first in range(0, chunks, CHUNKS):
+            chunk = first + tl.arange(0, CHUNKS)
+            at = (row * H + heads)[:, None] * chunks + chunk
+            mask = (heads < H)[:, None] & (chunk < chunks)
+            drates += tl.sum(tl.load(drates_ptr + at, mask=mask, other=0.0), axis=1)
+            dskip += tl.sum(tl.load(dskip_ptr + at, mask=mask, other=0.0), axis=1)
+    tl.store(out_ptr + heads, drates, mask=heads < H)
+    tl.store(out_ptr + H + heads, dskip, mask=heads < H)
+
+
+@triton.jit
 def _states_kernel(
     x_ptr,  # (rows, T, H, P)
     y_ptr,  # (rows, T, G, N)
-    weights_ptr,  # (rows, H, chunks CHUNK) fp32
-    decays_ptr,  # (rows, H, chunks) fp32
+    b_ptr,  # (rows, H, chunks CHUNK) fp32, in base 2
+    dt_ptr,  # (rows, H, chunks CHUNK) fp32
+    starts_ptr,  # (chunks,) bool
     begin_ptr,  # (rows, H, P, N) fp32
     states_ptr,  # (rows, chunks, H, P, N)
     end_ptr,  # (rows, H, P, N) fp32
@@ -162,6 +260,7 @@ def _states_kernel(
     y_token,
     BACKWARDS: tl.constexpr,
     HAS_BEGIN: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -184,9 +283,19 @@ def _states_kernel(
         token = chunk * CHUNK + own
         real = (of_p < P)[:, None] & (token < T)[None, :]
         x = tl.load(x_ptr + of_p[:, None] + token[None, :] * x_token, mask=real, other=0.0)
-        weights = tl.load(weights_ptr + this * chunks * CHUNK + token)
+        at_token = this * chunks * CHUNK + token
+        b = tl.load(b_ptr + at_token)
+        b_last = tl.load(b_ptr + (this * chunks + chunk + 1) * CHUNK - 1)
+        if BACKWARDS:
+            weights = tl.math.exp2(b)
+        else:
+            weights = tl.math.exp2(b_last - b) * tl.load(dt_ptr + at_token)
+        decay = tl.math.exp2(b_last)
+        if HAS_STARTS:  # nothing goes from a document to the next, or back
+            cut = chunk if BACKWARDS else chunk + 1
+            kept = tl.where(tl.load(starts_ptr + cut, mask=cut < chunks, other=0), 0.0, 1.0)
+            weights, decay = weights * kept, decay * kept
         x = round_to(x.to(tl.float32) * weights[None, :], x.dtype)
-        decay = tl.load(decays_ptr + this * chunks + chunk)
         state = dot(x, _tokens(y_ptr, token, of_n, y_token, T, N), state * decay)
     tl.store(end_ptr + this * P * N + at, state, mask=mask)
 
@@ -425,7 +534,8 @@ def scan(
     to groups in order, as many to each. `starts` says which chunks of CHUNK tokens a row's state is
     zero before: those that begin a document. A token whose step is 0 changes no other one.
 
-    The kernels take 16 bits, and heads of at most 128; plain torch takes the rest.
+    The kernels take 16 bits, heads of at most 128 columns, and sizes that are multiples of 16;
+    plain torch takes the rest.
 
     Raises ValueError for a wrong shape, dtype or device.
     """
@@ -433,26 +543,20 @@ def scan(
     if starts is not None:
         check_shape("starts", starts, (triton.cdiv(x.shape[1], CHUNK),))
     runs = runs_kernel(x, dt, A, B, C, D, begin)
-    if not runs or x.element_size() != 2 or x.shape[-1] > WIDEST:
+    if not runs or x.element_size() != 2 or not has_kernels(x.shape[-1], B.shape[-1]):
         return scan_reference(x, dt, A, B, C, D, begin, starts)
-    by_head = dt.mT.float()
-    by_head = torch.nn.functional.pad(by_head, (0, -dt.shape[1] % CHUNK)).contiguous()
-    chunks = (A.float()[:, None] * by_head).unflatten(-1, (-1, CHUNK))
-    b = chunks.cumsum(-1).flatten(-2)
     skip = torch.zeros_like(A, dtype=torch.float32) if D is None else D.float()
-    y, end = _Scan.apply(x, by_head, b, B, C, skip, begin, starts)
+    y, end = _Scan.apply(x, dt.float(), A.float(), B, C, skip, begin, starts)
     return y, end
 
 
 class _Scan(torch.autograd.Function):
-    """The scan from steps and summed decays by head, (rows, H, chunks CHUNK) fp32 each."""
-
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         dt: Tensor,
-        b: Tensor,
+        A: Tensor,
         B: Tensor,
         C: Tensor,
         skip: Tensor,
@@ -460,26 +564,27 @@ class _Scan(torch.autograd.Function):
         starts: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         x, B, C = (_dense(y) for y in (x, B, C))
-        b = b / math.log(2)
-        states, end = _states(x, B, *_of_keys(dt, b, _before(starts)), begin)
+        steps, b = _decays(dt.contiguous(), A.contiguous())
+        states, end = _states(x, B, b, steps, begin, starts)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         launch = _Launch("outputs", x, B, C)
-        launch.start(_outputs_kernel, x, b, dt, B, C, skip, states, y)
-        ctx.save_for_backward(x, dt, b, B, C, skip, begin, starts)
+        launch.start(_outputs_kernel, x, b, steps, B, C, skip, states, y)
+        ctx.save_for_backward(x, steps, b, A, B, C, skip, begin, starts)
         return y, end
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, d_end: Tensor) -> tuple[Tensor | None, ...]:
-        x, dt, b, B, C, skip, begin, starts = ctx.saved_tensors
+        x, steps, b, A, B, C, skip, begin, starts = ctx.saved_tensors
         dy = dy.contiguous()
-        states, _ = _states(x, B, *_of_keys(dt, b, _before(starts)), begin)
-        weights = _cut(b.exp2(), _ends(b), starts)
-        ends, d_begin = _states(dy, C, *weights, d_end, backwards=True)
-        dx, ddt, db, dskip = _inputs(x, dy, dt, b, B, C, skip, ends)
-        dB, dC, db_shared = _shared(x, dy, dt, b, B, C, states, ends)
-        db += db_shared
-        return dx, ddt, db, dB, dC, dskip, None if begin is None else d_begin, None
+        states, _ = _states(x, B, b, steps, begin, starts)
+        ends, d_begin = _states(dy, C, b, steps, d_end, starts, backwards=True)
+        launch = _Launch("shared", x, B, C)
+        db = b.new_empty(1 + launch.blocks_n, *b.shape)
+        dx, ddt, dskip = _inputs(x, dy, steps, b, B, C, skip, ends, db[0])
+        dB, dC = _shared(launch, x, dy, steps, b, B, C, states, ends, db[1:])
+        ddt, dA, dD = _of_steps(ddt, db, steps, A, dskip, x.shape[1])
+        return dx, ddt, dA, dB, dC, dD, None if begin is None else d_begin, None
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -488,30 +593,44 @@ def _dense(x: Tensor) -> Tensor:
     return x if dense else x.contiguous()
 
 
-def _ends(b: Tensor) -> Tensor:  # (rows, H, chunks CHUNK) -> (rows, H, chunks)
-    """Returns the decay over each chunk."""
-    return b[..., CHUNK - 1 :: CHUNK].exp2().contiguous()
+def _decays(
+    dt: Tensor,  # (rows, T, H) fp32
+    A: Tensor,  # (H,) fp32
+) -> tuple[Tensor, Tensor]:  # (rows, H, chunks CHUNK) fp32
+    """Returns steps by head, and the sums b in base 2."""
+    rows, T, H = dt.shape
+    chunks = triton.cdiv(T, CHUNK)
+    steps, b = (dt.new_empty(rows, H, chunks * CHUNK) for _ in range(2))
+    with on_device(dt):
+        _decays_kernel[_by_heads(rows, H, chunks)](
+            *(dt, A, steps, b, T, H, chunks), CHUNK=CHUNK, BLOCK=HEADS
+        )
+    return steps, b
 
 
-def _of_keys(dt: Tensor, b: Tensor, cut: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns what each token's x B^T has in the state behind its chunk, and the decay over each
-    chunk: nothing, and the end of the state, in the chunks of `cut`."""
-    last = b[..., CHUNK - 1 :: CHUNK, None]
-    until = (last - b.unflatten(-1, (-1, CHUNK))).exp2().flatten(-2)
-    return _cut(until * dt, _ends(b), cut)
+def _of_steps(
+    ddt: Tensor,  # (rows, H, chunks CHUNK) fp32
+    db: Tensor,  # (parts, rows, H, chunks CHUNK) fp32
+    steps: Tensor,  # (rows, H, chunks CHUNK) fp32
+    A: Tensor,  # (H,) fp32
+    dskip: Tensor,  # (rows, H, chunks) fp32
+    T: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # ddt (rows, T, H), dA (H,), dD (H,)
+    rows, H, chunks = dskip.shape
+    made, drates, sums = ddt.new_empty(rows, T, H), torch.empty_like(dskip), A.new_empty(2, H)
+    with on_device(ddt):
+        _steps_kernel[_by_heads(rows, H, chunks)](
+            *(ddt, db, steps, A, made, drates, db.stride(0), T, H, chunks),
+            **dict(PARTS=len(db), CHUNK=CHUNK, BLOCK=HEADS),
+        )
+        _sums_kernel[(triton.cdiv(H, HEADS),)](
+            *(drates, dskip, sums, rows, H, chunks), CHUNKS=CHUNK, BLOCK=HEADS
+        )
+    return made, sums[0], sums[1]
 
 
-def _cut(weights: Tensor, decays: Tensor, cut: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns both with zeros in the chunks of `cut`, (chunks,)."""
-    if cut is None:
-        return weights, decays
-    by_chunk = weights.unflatten(-1, (-1, CHUNK)).masked_fill(cut[:, None], 0)
-    return by_chunk.flatten(-2), decays.masked_fill(cut, 0)
-
-
-def _before(starts: Tensor | None) -> Tensor | None:
-    """Returns the chunks behind which another document begins."""
-    return None if starts is None else torch.nn.functional.pad(starts[1:], (0, 1))
+def _by_heads(rows: int, H: int, chunks: int) -> tuple[int, int, int]:
+    return chunks, triton.cdiv(H, HEADS), rows
 
 
 class _Launch:
@@ -543,26 +662,28 @@ def _block(columns: int) -> int:
 def _states(
     x: Tensor,  # (rows, T, H, P)
     y: Tensor,  # (rows, T, G, N)
-    weights: Tensor,  # (rows, H, chunks CHUNK)
-    decays: Tensor,  # (rows, H, chunks)
+    b: Tensor,  # (rows, H, chunks CHUNK)
+    dt: Tensor,  # (rows, H, chunks CHUNK)
     begin: Tensor | None,  # (rows, H, P, N)
+    starts: Tensor | None,  # (chunks,)
     *,
     backwards: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns sums of weighted x y^T (rows, chunks, H, P, N) that decay over each chunk: what they
     are before it, or with `backwards` behind it; and the last one in fp32, (rows, H, P, N)."""
     rows, T, H, P = x.shape
-    N, chunks = y.shape[3], decays.shape[-1]
+    N, chunks = y.shape[3], triton.cdiv(T, CHUNK)
     states = x.new_empty(rows, chunks, H, P, N)
     end = x.new_empty(rows, H, P, N, dtype=torch.float32)
     begin = None if begin is None else begin.float().contiguous()
     block_n = min(STATES.block, _block(N))
     with on_device(x):
         _states_kernel[(rows * H, triton.cdiv(N, block_n))](
-            *(x, y, weights.contiguous(), decays, begin, states, end),
+            *(x, y, b, dt, starts, begin, states, end),
             *(T, H, H // y.shape[2], P, N, chunks, *x.stride()[:2], *y.stride()[:2]),
             BACKWARDS=backwards,
             HAS_BEGIN=begin is not None,
+            HAS_STARTS=starts is not None,
             CHUNK=CHUNK,
             BLOCK_P=_block(P),
             BLOCK_N=block_n,
@@ -572,24 +693,40 @@ def _states(
 
 
 def _inputs(
-    x: Tensor, dy: Tensor, dt: Tensor, b: Tensor, B: Tensor, C: Tensor, skip: Tensor, ends: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns dx, ddt, db but for what `_shared` gives, and dD."""
+    x: Tensor,
+    dy: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    B: Tensor,
+    C: Tensor,
+    skip: Tensor,
+    ends: Tensor,
+    db: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dx, ddt but for what b gives, and dD by chunk; writes what db has of them."""
     launch = _Launch("inputs", x, B, C)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    ddt, db = torch.empty_like(dt), torch.empty_like(b)
+    ddt = torch.empty_like(dt)
     dskip = b.new_empty(*b.shape[:2], launch.grid[0])
     launch.start(_inputs_kernel, x, dy, b, dt, B, C, skip, ends, dx, ddt, db, dskip)
-    return dx, ddt, db, dskip.sum((0, 2))
+    return dx, ddt, dskip
 
 
 def _shared(
-    x: Tensor, dy: Tensor, dt: Tensor, b: Tensor, B: Tensor, C: Tensor, states: Tensor, ends: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dB, dC, and the part of db that the states before and behind chunks give."""
-    launch, (rows, T, G, N) = _Launch("shared", x, B, C), B.shape
+    launch: _Launch,
+    x: Tensor,
+    dy: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    B: Tensor,
+    C: Tensor,
+    states: Tensor,
+    ends: Tensor,
+    db: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Returns dB and dC; writes the parts of db that the states before and behind chunks give."""
+    rows, T, G, N = B.shape
     dB, dC = (b.new_empty(launch.parts, rows, T, N) for _ in range(2))
-    db = b.new_empty(launch.blocks_n, *b.shape)
     grid = (*launch.grid[:2], rows * launch.blocks_n)
     tensors = x, dy, b, dt, B, C, states, ends, dB, dC, db
     launch.start(_shared_kernel, *tensors, rows, grid=grid)
@@ -597,7 +734,7 @@ def _shared(
     def of_groups(made: Tensor) -> Tensor:
         return made.unflatten(0, (G, -1)).sum(1).to(B.dtype).permute(1, 2, 0, 3)
 
-    return of_groups(dB), of_groups(dC), db.sum(0)
+    return of_groups(dB), of_groups(dC)
 
 
 def _check(
@@ -623,6 +760,8 @@ def _check(
 CHUNK = 64
 MOST_HEADS = 16
 """The most heads that one program goes through."""
+HEADS = 16
+"""Heads of a program of the kernels that have no columns."""
 STATES = Config(block=64, num_warps=8)
 """The configuration of the kernel of states. `block` is the number of columns of a state that a
 program carries through all chunks."""

@@ -32,7 +32,7 @@ from longctx.families.adapters import (
 from longctx.kernels.causal_conv import MOST_TAPS, causal_conv
 from longctx.kernels.gated_norm import gated_norm
 from longctx.kernels.launch import runs_kernel
-from longctx.kernels.state_space import WIDEST, scan
+from longctx.kernels.state_space import has_kernels, scan
 from longctx.layer.adapted import adapted_linear
 from longctx.layer.linear import packed_state
 from longctx.layer.row_documents import RowDocuments
@@ -178,7 +178,7 @@ def _scanned(
     function."""
     x = hidden_states
     plain = not any(isinstance(given, Tensor) for given in more.values())
-    ours = runs_kernel(x) and x.element_size() == 2 and x.shape[-1] <= WIDEST
+    ours = runs_kernel(x) and x.element_size() == 2 and has_kernels(x.shape[-1], B.shape[-1])
     if not plain or not (ours or call.packed is not None):
         how = dict(D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit, **more)
         how |= dict(initial_states=initial_states, return_final_states=return_final_states)

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from longctx.families.adapters import is_adapted
 from longctx.families.families import layers_of
 from longctx.families.family import Layer, part_of
-from longctx.kernels.state_space import WIDEST
+from longctx.kernels.state_space import TILE, WIDEST, has_kernels
 from longctx.layer.parts.mixer import State
 from longctx.layer.row_documents import RowDocuments
 from longctx.layer.specs.mixer_spec import MixerSpec
@@ -204,7 +204,7 @@ _KERNELS = {"fla": "flash-linear-attention"}
 
 def why_slow(base: Any, device: torch.device) -> str | None:
     """Returns a line if transformers' own code runs a model's mixers on a GPU: the package with
-    their kernels is not installed, or the heads of a Mamba 2 are wider than our scan's."""
+    their kernels is not installed, or our scan has none for the sizes of a Mamba 2."""
     if device.type != "cuda":
         return None
     mixed = [(layer, spec) for layer, x in layers_of(base) if (spec := x.part(MixerSpec))]
@@ -215,10 +215,13 @@ def why_slow(base: Any, device: torch.device) -> str | None:
             f"mixers run without kernels of their own, in torch's: {', '.join(lacking)} is not "
             f"installed ({pip_install(*lacking)})"
         )
-    widths = [getattr(part_of(layer, spec.path), "head_dim", 0) for layer, spec in mixed]
-    if max(widths, default=0) <= WIDEST:
+    modules = [part_of(layer, spec.path) for layer, spec in mixed]
+    sizes = {(x.head_dim, x.ssm_state_size) for x in modules if hasattr(x, "ssm_state_size")}
+    other = [(P, N) for P, N in sorted(sizes) if not has_kernels(P, N)]
+    if not other:
         return None
     return (
-        f"mixers run without kernels of their own, in torch's: their heads have {max(widths)} "
-        f"columns, and ours take {WIDEST}"
+        f"mixers run without kernels of their own, in torch's: their heads have {other[0][0]} "
+        f"columns and states of {other[0][1]}, and ours take multiples of {TILE}, heads of at most "
+        f"{WIDEST}"
     )

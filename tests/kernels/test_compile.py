@@ -366,13 +366,20 @@ def _grouped_cases(grouped_mm, t: str):
 def _scan_cases(state_space):
     """The scan of Granite 4.0 Tiny (one group) with heads of 64 columns, and of 128."""
     pointers = ("x", "y", "dy", "dx", "keys", "queries", "states", "ends")
-    wide = ("b", "dt", "ddt", "db", "skip", "dskip", "dkeys", "dqueries", "weights", "decays")
+    wide = ("b", "dt", "ddt", "db", "skip", "dskip", "dkeys", "dqueries")
     given = {f"{n}_ptr": "*bf16" for n in pointers}
-    given |= {f"{n}_ptr": "*fp32" for n in (*wide, "begin", "end")}
+    given |= {f"{n}_ptr": "*fp32" for n in wide}
+    given |= {f"{n}_ptr": "*fp32" for n in ("steps", "rates", "drates", "begin", "end", "out")}
     given |= {"rows": 1, "T": 16384, "H": 48, "shared": 48, "N": 128, "chunks": 256}
     given |= {f"{n}_row": 16384 * 3328 for n in ("x", "y", "keys", "queries")}
     given |= {f"{n}_token": 3328 for n in ("x", "y", "keys", "queries")}
     given |= {"HEADS": 16, "CHUNK": 64, "BACKWARDS": False, "HAS_BEGIN": True}
+    given |= {"starts_ptr": "*i1", "HAS_STARTS": True, "part": 48 * 16384, "PARTS": 5}
+    given |= {"CHUNKS": 64, "BLOCK": state_space.HEADS}
+    by_heads = state_space.Config(block=state_space.HEADS, num_warps=4)
+    for name in ("decays", "steps", "sums"):
+        kernel = getattr(state_space, f"_{name}_kernel")
+        yield f"scan_{name}", kernel, "fp32", {n: given[n] for n in kernel.arg_names}, by_heads
     for P in (64, 128):
         sizes = given | {"P": P, "BLOCK_P": P}
         for name, c in (
@@ -496,6 +503,7 @@ def test_every_kernel_compiles_for_both_architectures(reports):
     in_16_bits = {"grouped_mm_adapted", "grouped_mm_adapted_widely"}
     expected |= {(n, a, "bf16") for n in in_16_bits for a in TARGETS["bf16"]}
     alone = {"delta_rule", *(f"scan_{n}" for n in ("states", "outputs", "inputs", "shared"))}
+    expected |= {(f"scan_{name}", 90, "fp32") for name in ("decays", "steps", "sums")}
     assert compiled == expected | {(n, 90, "bf16") for n in alone}
 
 

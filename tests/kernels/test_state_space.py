@@ -10,12 +10,12 @@ from torch import Tensor
 
 from exactness import DEVICE, assert_exact
 from longctx.kernels import state_space
-from longctx.kernels.state_space import scan, scan_reference
+from longctx.kernels.state_space import CHUNK, has_kernels, scan, scan_reference
 
 SHAPES = [
     # rows, T, H, G, P, N
     (1, 37, 1, 1, 16, 16),  # less than a chunk
-    (2, 128, 6, 2, 24, 40),  # rows of whole chunks, groups, sizes that are no power of two
+    (2, 128, 4, 2, 48, 48),  # rows of whole chunks, groups, sizes that are no power of two
     (1, 70, 3, 1, 16, 144),  # heads in parts of one (`few`), two blocks of the state
 ]
 GPU_SHAPES = [(1, 16384, 48, 1, 64, 128), (2, 1000, 128, 8, 64, 128), (1, 3000, 24, 1, 128, 256)]
@@ -115,6 +115,33 @@ def test_rows_without_a_state_and_a_skip() -> None:
     zeros = {name: torch.zeros_like(given[name]) for name in ("D", "begin")}
     for own, true in zip(scan(*cut), scan(**given | zeros), strict=True):
         assert torch.equal(own, true)
+
+
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_spare_chunks_change_no_bit(chunks: int) -> None:
+    """A CUDA graph has room for more documents than a row has (layer/row_documents.py)."""
+    given = draw((2, 2 * CHUNK, 3, 1, 16, 32), torch.bfloat16)
+    found: list[list[Tensor]] = []
+    for spare in (0, chunks * CHUNK):
+        longer = {name: _with_tokens(x, spare) if x.dim() > 2 else x for name, x in given.items()}
+        longer |= {"begin": given["begin"], "dt": _with_tokens(given["dt"], spare, 0.0)}
+        leaves = {name: x.detach().requires_grad_() for name, x in longer.items()}
+        y, _ = scan(**leaves)
+        torch.manual_seed(1)
+        y.backward(_with_tokens(torch.randn_like(y[:, : 2 * CHUNK]), spare, 0.0))
+        by_token = [y.detach(), *(leaves[name].grad[:, : 2 * CHUNK] for name in ("x", "dt", *"BC"))]
+        found.append([x[:, : 2 * CHUNK] for x in by_token] + [leaves[name].grad for name in "AD"])
+    assert all(map(torch.equal, *found))
+
+
+def _with_tokens(x: Tensor, more: int, value: float = 1.0) -> Tensor:
+    return torch.cat([x, x.new_full((len(x), more, *x.shape[2:]), value)], dim=1)
+
+
+def test_sizes_of_the_kernels() -> None:
+    """Triton 3.6 compiles them wrongly for heads of 24 columns with states of 40."""
+    sizes = (24, 40), (24, 48), (48, 40), (48, 80), (128, 256), (144, 16)
+    assert [has_kernels(*x) for x in sizes] == [False, False, False, True, True, False]
 
 
 def test_what_is_refused() -> None:

@@ -110,7 +110,9 @@ def test_other_documents_run_eagerly(recording: None, monkeypatch: Any, capsys: 
 def test_bounds_are_data(family: str, lora: bool, recording: None, capsys: Any) -> None:
     """One graph serves one document and many (there is room for 16), some of a single token."""
     many = [[3] * 16, [2] * 9 + [30], [1, 46, 1], [20, 28], [1] * 12 + [36]]
-    if GPU:  # torch, in the kernel's place, adds up the filter of a single document otherwise
+    # torch, in the kernel's place, adds up the filter of a single document in another order, and
+    # flash-linear-attention's kernels the gradients of its decays
+    if GPU and family != "qwen3_5_text":
         many.append([48])
     steps = rows([[40, 8], *many])
     how = dict(lora=lora, peft=ADAPTERS[family]) if lora else {}
