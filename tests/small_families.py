@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -313,6 +315,24 @@ MIXERS = [
 DECAYS = ("A_log", "dt_bias", "in_proj_a.weight", "a_proj.weight")
 """The ends of the names of parameters whose gradients are sums in which most terms cancel. Where a
 state is forgotten at once, as with transformers' initial values, fp32 leaves 2e-4 of them."""
+
+
+@contextmanager
+def delta_rule_in_fp64() -> Iterator[None]:
+    """A context in which transformers' function of Gated DeltaNet computes in fp64 inside, where it
+    has fp32 otherwise: what is left of a sum in which most terms cancel is then as exact as other
+    gradients."""
+    with pytest.MonkeyPatch.context() as changed:
+        for kind in ("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"):
+            home = import_module(f"transformers.models.{kind}.modeling_{kind}")
+            source = inspect.getsource(inspect.unwrap(home.torch_chunk_gated_delta_rule))
+            _, source = source.split("def ", 1)  # without its decorator
+            made: dict[str, Any] = {}
+            exec("def " + source.replace("torch.float32", "torch.float64"), vars(home), made)
+            changed.setattr(home, "torch_chunk_gated_delta_rule", made.popitem()[1])
+        yield
+
+
 IN_TORCH_ALONE = pytest.mark.skipif(
     installed("fla"), reason="flash-linear-attention takes neither CPU tensors nor fp32"
 )

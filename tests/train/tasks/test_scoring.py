@@ -8,7 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from small_families import DECAYS, FIRST_OF_EACH, family_config
+from small_families import FIRST_OF_EACH, delta_rule_in_fp64, family_config
 from small_model import tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -45,10 +45,7 @@ def assert_scores(plain: Any, ours: Any) -> None:
     grads = {name: p.grad for name, p in ours.named_parameters()}
     for name, p in plain.named_parameters():
         if p.grad is not None:
-            # transformers' delta rule computes in fp32, where most terms of these cancel: beside
-            # one in fp64, theirs of layer 2 of qwen3_5_moe are 4e-4 off and ours 8e-4, of layer 0
-            # both 2e-2.
-            most = 2e-3 if name.endswith(DECAYS) else 2e-5
+            most = 1e-4 if name.endswith("A_log") else 2e-5  # a few numbers, of terms that cancel
             assert (grads[name] - p.grad).norm() <= most * p.grad.norm(), name
 
 
@@ -64,7 +61,8 @@ def test_every_family(name: str, patched: bool) -> None:
     if patched:
         longctx.patch(ours, strict=True)
     attach_scoring(ours)
-    assert_scores(plain, ours)
+    with delta_rule_in_fp64():
+        assert_scores(plain, ours)
 
 
 def adapted(**options: Any) -> Any:
