@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from longctx.families.adapters import expert_adapters, inside_peft
 from longctx.families.look import look
 from longctx.families.vision import at_rest, towers
+from longctx.layer.packed_weights import packed_state
 from longctx.memory.states import BlockSpec, Part
 
 TOWER = "vision tower"
@@ -166,11 +167,10 @@ def _checkpointed(module: nn.Module) -> list[nn.Module]:
 
 
 def scales(parameter: Any) -> list[Part]:
-    """Returns the scales of a weight that bitsandbytes has quantised to 4 bits, and the scales of
-    these scales if they are quantised too. The rest of its state is only a few numbers."""
-    state = getattr(parameter, "quant_state", None)
-    states = [] if state is None else [state, getattr(state, "state2", None)]
-    return [Part(state, "absmax") for state in states if state is not None]
+    """Returns the tensors that move with the bytes of a packed weight: its scales, and the scales
+    of these if they are quantised too. The rest of its state is only a few numbers."""
+    state = packed_state(parameter)
+    return [] if state is None else [Part(*place) for place in state.beside]
 
 
 def _large(modules: Iterable[nn.Module], dtype: Any) -> list[nn.Parameter]:

@@ -13,14 +13,16 @@ from typing import Any
 
 from torch import nn
 
+from longctx.layer.packed_weights import packed_state
+
 Read = Callable[..., Any]
 """getattr, or `look`."""
 
 
 def whole_shape(weight: Any) -> tuple[int, ...]:
     """Returns a weight's shape, also where ZeRO-3 has put it away and left an empty tensor, and
-    where bitsandbytes holds it in 4 bits, as a column of bytes."""
-    state = getattr(weight, "quant_state", None)
+    where it is packed, as bytes."""
+    state = packed_state(weight)
     shape = weight.shape if state is None else state.shape
     return tuple(getattr(weight, "ds_shape", shape))
 

@@ -1,7 +1,7 @@
-"""Other parameters in the place of experts' weights in 4 bits, for as long as somebody reads them.
+"""Other parameters in the place of experts' packed weights, for as long as somebody reads them.
 
-The schedule computes with packed bytes and the state beside them (kernels/nf4.py). Code of others
-reads a parameter for what it is, and packed bytes have another shape and other numbers:
+The schedule computes with packed bytes and the state beside them (layer/packed_weights.py). Code of
+others reads a parameter for what it is, and packed bytes have another shape and other numbers:
 
     dense_experts     Hugging Face's layers: a layer's weights, made dense for one forward
     shaped_experts    PEFT makes adapters by shapes alone: a tensor of that shape without storage
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.families.matrices import stack_names
-from longctx.layer.linear import dense, packed_state
+from longctx.layer.packed_weights import dense, packed_state
 
 
 @contextmanager
@@ -35,6 +35,7 @@ def shaped_experts(model: nn.Module) -> Iterator[None]:
 
     def shaped(weight: Any) -> Tensor:
         state = packed_state(weight)
+        assert state is not None
         one = torch.empty((), dtype=state.dtype, device=weight.device)
         return one.expand(state.shape)
 
@@ -43,12 +44,12 @@ def shaped_experts(model: nn.Module) -> Iterator[None]:
 
 
 def has_packed_experts(model: nn.Module) -> bool:
-    """Whether weights of experts are in 4 bits."""
+    """Whether weights of experts are packed."""
     return bool(_packed(model))
 
 
 def _packed(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Returns the experts' weights that are in 4 bits, each after its owner and its name there."""
+    """Returns the experts' weights that are packed, each after its owner and its name there."""
     return [
         (owner, name, weight)
         for owner in module.modules()

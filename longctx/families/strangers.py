@@ -53,7 +53,7 @@ from longctx.families.families import (
 from longctx.families.family import LAYER_NORM, LINEAR, Family, Layer, part_of
 from longctx.families.look import look, whole_shape
 from longctx.families.vision import forward_names, is_joint, is_whole
-from longctx.layer.linear import packed_state
+from longctx.layer.packed_weights import packed_state
 from longctx.layer.specs.attention_spec import AttentionSpec
 from longctx.layer.specs.experts_spec import ExpertsSpec
 from longctx.layer.specs.mixer_spec import MixerSpec
@@ -417,10 +417,14 @@ def _other_dtypes(
     module: nn.Module, dtype: torch.dtype, where: str, kept: torch.dtype | None = None
 ) -> Iterator[str]:
     """Parameters that do not have the embedding's dtype, nor the one in which they are `kept`. What
-    FSDP has sharded (DTensors) takes it on before it is used."""
+    FSDP has sharded (DTensors) takes it on before it is used, and packed weights as they are made
+    dense."""
     for parameter in module._parameters.values():
-        if type(parameter) is nn.Parameter and parameter.dtype not in (dtype, kept):
-            yield f"weights in {parameter.dtype} in {where} where others are in {dtype}"
+        state = packed_state(parameter)
+        if type(parameter) is nn.Parameter:
+            found = parameter.dtype if state is None else state.dtype
+            if found not in (dtype, kept):
+                yield f"weights in {found} in {where} where others are in {dtype}"
 
 
 def _other_parameters(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longctx.kernels.launch import once_differentiable
 from longctx.layer.adapters.lora import Lora, Low, LowGradient
-from longctx.layer.linear import dense
+from longctx.layer.packed_weights import dense
 from longctx.layer.projection import Projection
 
 

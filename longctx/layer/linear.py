@@ -6,7 +6,7 @@ cores add into (`addmm` with an fp32 output), and is rounded to the weight's dty
 of one tile is rounded by the tensor cores, which writes and reads 4 bytes less per weight (3% of a
 step of Llama-3.1-8B at 8192 tokens).
 
-A quantised weight (NF4) is made dense once in forward and once in backward (kernels/nf4.py). This
+A packed weight (packed_weights.py) is made dense once in forward and once in backward. In NF4 this
 takes 0.23 ms per layer of 8B on an H100, and the layer's 16-bit weights occupy 0.41 GiB while it
 computes. A layer's experts are made dense together: 1.13 GiB of Qwen3-30B-A3B.
 
@@ -16,7 +16,6 @@ T tokens, I features in, O features out; weights are (O, I), as Hugging Face sto
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ from longctx.cost.dims import LayerKind
 from longctx.cost.fitted import DEQUANTISE
 from longctx.cost.sizes import Sizes
 from longctx.cost.table import Buffer, Table, Work
-from longctx.kernels.nf4 import dense_nf4
 
 
 def linear(
@@ -89,18 +87,6 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(acc, a, b, out_dtype=acc.dtype, out=acc)
     else:
         torch.addmm(acc, a.to(acc.dtype), b.to(acc.dtype), out=acc)
-
-
-def packed_state(weight: Any) -> Any:
-    """Returns bitsandbytes' state of a weight that it holds in 4 bits, None of any other."""
-    return getattr(weight, "quant_state", None)
-
-
-def dense(weight: Any, out: Tensor | None = None) -> Any:
-    """Dequantises a weight (O, I), or experts' (E, O, I), that bitsandbytes holds in 4 bits, as its
-    own layers do, into `out` if given; returns any other weight unchanged."""
-    state = packed_state(weight)
-    return weight if state is None else dense_nf4(weight.detach(), state, out=out)
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:  # (O, I) each -> (sum of O, I)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longctx.cost.dims import LayerSpec
 from longctx.layer.adapters.protocol import Settings
-from longctx.layer.linear import dense, packed_state
+from longctx.layer.packed_weights import dense, packed_state
 from longctx.layer.projection import Projection
 from longctx.layer.stack import STACKS, ExpertLayout, Stack
 
@@ -116,13 +116,12 @@ class Weights:
 
 
 def _rooms(parameters: Parameters, groups: Iterable[Sequence[str]]) -> dict[str, Tensor]:
-    """Returns where quantised weights are made dense: those of a group one under the other, so that
+    """Returns where packed weights are made dense: those of a group one under the other, so that
     a matmul with all of them needs no copy."""
     found: dict[str, Tensor] = {}
     for names in groups:
-        states = [packed_state(parameters[name]) for name in names if name in parameters]
-        kinds = {None if s is None else (s.shape[1:], s.dtype) for s in states}
-        if len(states) == len(names) and len(kinds) == 1 and None not in kinds:
+        states = [s for name in names if (s := packed_state(parameters.get(name))) is not None]
+        if len(states) == len(names) and len({(s.shape[1:], s.dtype) for s in states}) == 1:
             rows, first = [s.shape[0] for s in states], states[0]
             device = parameters[names[0]].device
             whole = torch.empty(sum(rows), *first.shape[1:], dtype=first.dtype, device=device)

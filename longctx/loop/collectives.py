@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from longctx.layer.packed_weights import packed_state
+
 
 def all_reduce_max(number: int, device: torch.device) -> int:
     """Returns the highest `number` of all processes, which must call this in the same order."""
@@ -74,6 +76,6 @@ def local_shard(tensor: Any) -> Any:
 def whole_numel(parameter: Any) -> int:
     """Returns the number of elements of the whole parameter, also where ZeRO-3 has sharded it or
     bitsandbytes has packed it."""
-    if (state := getattr(parameter, "quant_state", None)) is not None:
+    if (state := packed_state(parameter)) is not None:
         return math.prod(state.shape)
     return getattr(parameter, "ds_numel", None) or parameter.numel()

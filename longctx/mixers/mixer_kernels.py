@@ -34,7 +34,7 @@ from longctx.kernels.gated_norm import gated_norm
 from longctx.kernels.launch import runs_kernel
 from longctx.kernels.state_space import has_kernels, scan
 from longctx.layer.adapted import adapted_linear
-from longctx.layer.linear import packed_state
+from longctx.layer.packed_weights import packed_state
 from longctx.layer.row_documents import RowDocuments
 
 

@@ -21,6 +21,7 @@ from longctx.cost.sizes import Sizes, kinds_of
 from longctx.families.adapters import Applied, applied, inside_peft, is_adapted, is_wrapped
 from longctx.families.blocks import decoder_layers, language_models
 from longctx.families.families import layer_specs, score_cap
+from longctx.layer.packed_weights import packed_state
 from longctx.layer.specs.attention_spec import AttentionSpec
 from longctx.layer.specs.experts_spec import ExpertsSpec
 from longctx.layer.specs.mlp_spec import GATED, MLP_WIDTH, MlpSpec
@@ -158,7 +159,7 @@ def _kind(
     stacked = (x.experts * x.inputs * x.outputs for x in adapters if x.experts > 1)
     matrices = [p for layer in layers for p in layer.parameters() if p.dim() > 1]
     first = next(iter(layers), nn.Module())
-    packed = [s for p in first.parameters() if (s := getattr(p, "quant_state", None)) is not None]
+    packed = [s for p in first.parameters() if (s := packed_state(p)) is not None]
     return LayerKind(
         parts=mixture or (_attention(config), _mlp(config, max(map(_intermediate, configs)))),
         trains_weights=any(p.requires_grad and id(p) not in factors for p in matrices),

@@ -54,7 +54,7 @@ from longctx.families.families import (
 from longctx.families.family import Layer, mlp_width
 from longctx.families.look import look, whole_shape
 from longctx.families.strangers import gathers_weights, why_not_chunked
-from longctx.layer.linear import packed_state
+from longctx.layer.packed_weights import packed_state
 from longctx.layer.passes import Rope, Schedule
 from longctx.layer.specs.experts_spec import ExpertsSpec
 from longctx.layer.specs.mixer_spec import MixerSpec

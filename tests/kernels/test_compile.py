@@ -50,6 +50,7 @@ def _cases():
         grouped_mm,
         grouped_sum,
         log_softmax,
+        mxfp4,
         nf4,
         norm,
         places,
@@ -231,6 +232,9 @@ def _cases():
         arguments = {"packed_ptr": "*i32", **pointers, "scale_ptr": "*u8", "out_ptr": p}
         arguments |= {"words": 2**23, "BLOCK": 8, "BLOCK2": 256, "DOUBLE": True, "WORDS": 512}
         yield "nf4", nf4._dense_kernel, t, arguments, nf4.CONFIG
+        arguments = {"packed_ptr": "*i32", "scale_ptr": "*u8", "out_ptr": p, "words": 2**20}
+        arguments |= {"WORDS": mxfp4.CONFIG.block}
+        yield "mxfp4", mxfp4._dense_kernel, t, arguments, mxfp4.CONFIG
 
         parts = "*i16" if t == "bf16" else p  # weight and remainder
         arguments = {
@@ -476,6 +480,7 @@ def test_every_kernel_compiles_for_both_architectures(reports):
             for part in ("values", "gradient")
         ),
         "scale",
+        "mxfp4",
         "nf4",
         "spread",
         "spread_factors",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from exactness import DEVICE, assert_exact
 from longctx.families.adapters import keep_layout_
 from longctx.layer.adapted import adapted_linear
-from longctx.layer.linear import dense
+from longctx.layer.packed_weights import dense
 from longctx.mixers.mixer_kernels import our_adapters, ours_in
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")

@@ -1,0 +1,106 @@
+"""Weights that stay packed: bytes, what stands beside them, and the dense weight that they are.
+
+A packed weight is a frozen parameter of bytes whose attribute `quant_state` says the rest, as
+bitsandbytes has it. Whoever asks for the shape of such a weight, for the tensors that move with it,
+or for its dense numbers asks `packed_state`, which returns one kind of object for all formats:
+
+    Nf4      bitsandbytes' own state, nested or not: 4.13 or 4.5 bits a weight (kernels/nf4.py)
+    Mxfp4    as gpt-oss is published: 4.25 bits a weight (kernels/mxfp4.py)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from longctx.kernels.mxfp4 import dense_mxfp4
+from longctx.kernels.nf4 import dense_nf4
+
+
+class PackedState(Protocol):
+    """What a packed weight (O, I), or that of experts (E, O, I), is beside its bytes."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the dense weight."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the dense weight."""
+
+    @property
+    def beside(self) -> list[tuple[Any, str]]:
+        """The owners and names of the tensors that have to be where the bytes are: the scales."""
+
+    def dense(self, packed: Tensor, out: Tensor | None = None) -> Tensor:
+        """Returns the dense weight, which it writes to `out` if given. Not differentiable."""
+
+
+@dataclass(frozen=True, eq=False)
+class Nf4:
+    """bitsandbytes' QuantState. Where its scales are quantised they have a state of their own."""
+
+    state: Any
+
+    @property
+    def shape(self) -> torch.Size:
+        shape: torch.Size = self.state.shape
+        return shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.state.dtype
+        return dtype
+
+    @property
+    def beside(self) -> list[tuple[Any, str]]:
+        states = (self.state, getattr(self.state, "state2", None))
+        return [(state, "absmax") for state in states if state is not None]
+
+    def dense(self, packed: Tensor, out: Tensor | None = None) -> Tensor:
+        return dense_nf4(packed, self.state, out=out)
+
+
+@dataclass(eq=False)
+class Mxfp4:
+    """Experts whose numbers lie as (E, O, K), in which 32 columns share a scale."""
+
+    shape: torch.Size
+    """(E, O, K), or (E, K, O) if the model has them `transposed`."""
+    dtype: torch.dtype
+    scale: Tensor  # (E, O, K / 32) uint8
+    transposed: bool = False
+
+    @property
+    def beside(self) -> list[tuple[Any, str]]:
+        return [(self, "scale")]
+
+    def dense(self, packed: Tensor, out: Tensor | None = None) -> Tensor:
+        lying = packed.view(*self.scale.shape[:-1], -1)
+        if self.transposed:
+            made = dense_mxfp4(lying, self.scale, self.dtype).transpose(-1, -2)
+            return made if out is None else out.copy_(made)
+        return dense_mxfp4(lying, self.scale, self.dtype, out)
+
+
+def packed_weight(data: Tensor, state: PackedState) -> nn.Parameter:
+    """Returns the frozen parameter whose bytes, uint8, are `data`."""
+    made: Any = nn.Parameter(data, requires_grad=False)
+    made.quant_state = state
+    return made
+
+
+def packed_state(weight: Any) -> PackedState | None:
+    """Returns what a packed weight is beside its bytes; None of any other weight."""
+    state = getattr(weight, "quant_state", None)
+    return state if state is None or isinstance(state, Mxfp4) else Nf4(state)
+
+
+def dense(weight: Any, out: Tensor | None = None) -> Any:
+    """Returns the dense weight (O, I), or experts' (E, O, I), of a packed one, which it writes to
+    `out` if given; any other weight unchanged."""
+    state = packed_state(weight)
+    return weight if state is None else state.dense(weight.detach(), out)
