@@ -52,6 +52,10 @@ ADAPTERS = {
 }
 
 
+ONE_OF_EACH = ("qwen3_5_text", "lfm2", "granitemoehybrid", "falcon_h1")
+"""A family of each kind of mixer, and one with attention beside it."""
+
+
 @pytest.fixture
 def recording(request: Any, monkeypatch: Any) -> Iterator[None]:
     family = request.getfixturevalue("family") if "family" in request.fixturenames else ""
@@ -75,7 +79,11 @@ def rows(alike: list[list[int]] = ALIKE, **more: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "peft"), [*((name, None) for name in MIXERS), *ADAPTERS.items()]
+    ("family", "peft"),
+    [
+        pytest.param(*case, marks=[] if case[0] in ONE_OF_EACH else [pytest.mark.ci])
+        for case in (*((name, None) for name in MIXERS), *ADAPTERS.items())
+    ],
 )
 def test_bits_are_those_of_eager_passes(family: str, peft: Any, recording: None) -> None:
     how = dict(lora=peft is not None, peft=peft) if peft else {}

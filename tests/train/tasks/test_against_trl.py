@@ -20,7 +20,7 @@ from transformers import (
 )
 
 trl = pytest.importorskip("trl")
-pytestmark = pytest.mark.usefixtures("reference_kernels")
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("reference_kernels")]
 REWARDS = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins")
 LOGPS = ("logps/chosen", "logps/rejected")
 

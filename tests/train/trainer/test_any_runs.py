@@ -17,7 +17,7 @@ from longctx.any_model import probe
 from longctx.errors import UserError
 from longctx.train.commands import train
 
-pytestmark = pytest.mark.usefixtures("reference_kernels")
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("reference_kernels")]
 
 STEPS = ["--max_steps", "3", "--logging_steps", "1", "--lr_scheduler_type", "constant"]
 DROPOUTS = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout"), 0.0)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longctx.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("reference_kernels")
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("reference_kernels")]
 
 
 @pytest.fixture(scope="module")

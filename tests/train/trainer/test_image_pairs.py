@@ -22,7 +22,7 @@ from longctx.train.output import METRICS
 from longctx.train.tasks.scoring import attach_scoring
 
 small = pytest.importorskip("small_images")
-pytestmark = pytest.mark.usefixtures("reference_kernels")
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("reference_kernels")]
 
 
 @pytest.fixture(scope="module")

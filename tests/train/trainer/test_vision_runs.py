@@ -32,7 +32,7 @@ from longctx.train.trainer import trainer as trainer_file
 
 VOCAB = len(small_tokenizer())
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.usefixtures("reference_kernels")
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("reference_kernels")]
 
 
 @pytest.fixture
