@@ -6,6 +6,7 @@ or for its dense numbers asks `packed_state`, which returns one kind of object f
 
     Nf4      bitsandbytes' own state, nested or not: 4.13 or 4.5 bits a weight (kernels/nf4.py)
     Mxfp4    as gpt-oss is published: 4.25 bits a weight (kernels/mxfp4.py)
+    Fp8      as DeepSeek and Qwen publish models: 8.002 bits a weight (kernels/fp8.py)
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from longctx.kernels.fp8 import dense_fp8
 from longctx.kernels.mxfp4 import dense_mxfp4
 from longctx.kernels.nf4 import dense_nf4
 
@@ -86,6 +88,24 @@ class Mxfp4:
         return dense_mxfp4(lying, self.scale, self.dtype, out)
 
 
+@dataclass(eq=False)
+class Fp8:
+    """A weight (O, I), or experts', in e4m3, in which a block of rows and columns shares a scale:
+    128 of each, all of a matrix, or one row."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    scale: Tensor  # (..., blocks of O, blocks of I) fp32
+    block: tuple[int, int] = (128, 128)
+
+    @property
+    def beside(self) -> list[tuple[Any, str]]:
+        return [(self, "scale")]
+
+    def dense(self, packed: Tensor, out: Tensor | None = None) -> Tensor:
+        return dense_fp8(packed.view(self.shape), self.scale, self.block, self.dtype, out)
+
+
 def packed_weight(data: Tensor, state: PackedState) -> nn.Parameter:
     """Returns the frozen parameter whose bytes, uint8, are `data`."""
     made: Any = nn.Parameter(data, requires_grad=False)
@@ -96,7 +116,7 @@ def packed_weight(data: Tensor, state: PackedState) -> nn.Parameter:
 def packed_state(weight: Any) -> PackedState | None:
     """Returns what a packed weight is beside its bytes; None of any other weight."""
     state = getattr(weight, "quant_state", None)
-    return state if state is None or isinstance(state, Mxfp4) else Nf4(state)
+    return state if state is None or isinstance(state, Mxfp4 | Fp8) else Nf4(state)
 
 
 def dense(weight: Any, out: Tensor | None = None) -> Any:

@@ -46,6 +46,7 @@ def _cases():
         cross_entropy_rows,
         delta_rule,
         divergence,
+        fp8,
         gated_norm,
         grouped_mm,
         grouped_sum,
@@ -235,6 +236,10 @@ def _cases():
         arguments = {"packed_ptr": "*i32", "scale_ptr": "*u8", "out_ptr": p, "words": 2**20}
         arguments |= {"WORDS": mxfp4.CONFIG.block}
         yield "mxfp4", mxfp4._dense_kernel, t, arguments, mxfp4.CONFIG
+        c, rows = fp8.CONFIG, {"rows": 4096, "M": 4096, "K": 4096, "G": 32, "L": 32}
+        arguments = {"packed_ptr": "*u8", "scale_ptr": "*fp32", "out_ptr": p} | rows
+        arguments |= {"of_rows": 128, "of_columns": 128, "ROWS": c.rows, "BLOCK": c.block}
+        yield "fp8", fp8._dense_kernel, t, arguments, c
 
         parts = "*i16" if t == "bf16" else p  # weight and remainder
         arguments = {
@@ -406,7 +411,21 @@ def _compile(kernel, arguments: dict, config, arch: int):
     signature, constants, divisible = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         value = arguments[name]
-        if name.isupper() and name not in ("B", "C", "D", "F", "G", "H", "K", "N", "P", "T", "V"):
+        if name.isupper() and name not in (
+            "B",
+            "C",
+            "D",
+            "F",
+            "G",
+            "H",
+            "K",
+            "L",
+            "M",
+            "N",
+            "P",
+            "T",
+            "V",
+        ):
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, str):
             signature[name] = value
@@ -480,6 +499,7 @@ def test_every_kernel_compiles_for_both_architectures(reports):
             for part in ("values", "gradient")
         ),
         "scale",
+        "fp8",
         "mxfp4",
         "nf4",
         "spread",

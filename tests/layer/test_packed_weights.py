@@ -1,5 +1,5 @@
-"""Experts in MXFP4 as they are published, under adapters: the bits of the dense weights that they
-are."""
+"""Weights as they are published under adapters, experts in MXFP4 and linear layers in FP8: the bits
+of the dense weights that they are."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import longctx
 from exactness import DEVICE
 from longctx.families.blocks import decoder_layers, scales
 from longctx.families.look import whole_shape
-from longctx.families.matrices import stack_names, stacks
+from longctx.families.matrices import linears, stack_names, stacks
 from longctx.families.stand_ins import shaped_experts
-from longctx.layer.packed_weights import Mxfp4, dense, packed_state, packed_weight
+from longctx.layer.packed_weights import Fp8, Mxfp4, dense, packed_state, packed_weight
 from longctx.loop.collectives import whole_numel
 
 peft = pytest.importorskip("peft")
@@ -51,9 +51,9 @@ def pair(dtype: torch.dtype, *, experts: bool, **options: Any) -> tuple[Any, Any
 
 
 def adapted(model: Any, experts: bool, options: Any) -> Any:
-    linears = ["q_proj", "v_proj", "o_proj"]
+    where = ["q_proj", "v_proj", "o_proj", "qkv_proj"]
     more = dict(target_parameters=["experts.gate_up_proj", "experts.down_proj"]) if experts else {}
-    config = peft.LoraConfig(r=4, target_modules=linears, init_lora_weights=False, **more)
+    config = peft.LoraConfig(r=4, target_modules=where, init_lora_weights=False, **more)
     with shaped_experts(model):
         model = peft.get_peft_model(model, config).train()
     torch.manual_seed(1)
@@ -72,6 +72,33 @@ def test_loss_and_gradients_have_the_bits_of_dense_weights(dtype, experts, optio
     truth, expected = gradients(plain, batch(PACKED))
     assert torch.equal(loss, truth) and grads.keys() == expected.keys()
     assert len(grads) == 3 * 2 * (5 if experts else 3)
+    assert all(torch.equal(grad, expected[name]) for name, grad in grads.items())
+    assert "Hugging Face's layers run" not in capsys.readouterr().out
+
+
+def fp8_pair(family: str, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
+    """(A model whose linear layers are in FP8, the same with dense ones.)"""
+    torch.manual_seed(0)
+    packed = AutoModelForCausalLM.from_config(family_config(family)).to(DEVICE, dtype)
+    plain = copy.deepcopy(packed)
+    ours, theirs = (linears(decoder_layers(model)) for model in (packed, plain))
+    for (path, linear), other in zip(ours.items(), theirs.values(), strict=True):
+        shape, block = linear.weight.shape, (1, linear.in_features) if "o_" in path else (32, 48)
+        codes = torch.randint(0x28, shape).byte() + 128 * torch.randint(2, shape).byte()
+        grid = [-(-n // of) for n, of in zip(shape, block, strict=True)]
+        state = Fp8(shape, dtype, torch.rand(grid, device=DEVICE) + 0.5, block)
+        linear.weight = packed_weight(codes.to(DEVICE), state)
+        other.weight = nn.Parameter(dense(linear.weight), requires_grad=False)
+    return tuple(adapted(model, False, options) for model in (packed, plain))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_linear_layers_in_fp8_have_the_bits_of_dense_ones(family, dtype, capsys) -> None:
+    """Blocks at the ends of weights have less rows or columns."""
+    ours, plain = fp8_pair(family, dtype)
+    (loss, grads), (truth, expected) = (gradients(m, batch(PACKED)) for m in (ours, plain))
+    assert torch.equal(loss, truth) and loss.isfinite() and len(grads) >= 6
     assert all(torch.equal(grad, expected[name]) for name, grad in grads.items())
     assert "Hugging Face's layers run" not in capsys.readouterr().out
 
