@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -171,23 +171,34 @@ class Throughput:
         counts = all_reduce_sum([float(self._tokens), float(self._attended)], device)
         self._tokens, self._attended = round(counts[0]), counts[1]
 
+    def cut(self) -> Throughput:
+        """Returns what was counted since the last call, to be read later, and starts anew."""
+        counted = replace(self)
+        self._tokens, self._attended, self._steps, self._seconds = 0, 0.0, 0, 0.0
+        return counted
+
     def read(self) -> dict[str, float]:
         """Returns the figures since the last call; empty before the first step."""
-        if not self._steps:
+        counted = self.cut()
+        if not counted._steps:
             return {}
-        tokens, pairs = int(self._tokens), float(self._attended) * self._batches
+        tokens, pairs = int(counted._tokens), float(counted._attended) * self._batches
         figures = {
-            "step_s": self._seconds / self._steps,
-            "tokens_per_s": tokens / self._seconds,
+            "step_s": counted._seconds / counted._steps,
+            "tokens_per_s": tokens / counted._seconds,
         }
         if self.peak_flops:
             flops = step_flops(parameters=self.parameters, tokens=tokens, attended=pairs)
-            figures["mfu"] = mfu(flops, self._seconds, self.peak_flops * self.world_size)
-        self._tokens, self._attended, self._steps, self._seconds = 0, 0.0, 0, 0.0
+            figures["mfu"] = mfu(flops, counted._seconds, self.peak_flops * self.world_size)
         return figures
 
 
 def figures(throughput: Throughput, device: torch.device, runtime: Any) -> dict[str, float]:
     """Returns the speed and memory of a logged line; `runtime` is the patched model's, or None."""
+    return throughput.read() | memory_figures(device, runtime)
+
+
+def memory_figures(device: torch.device, runtime: Any) -> dict[str, float]:
+    """Returns the memory of a logged line."""
     graphs = runtime and runtime.graphs
-    return throughput.read() | peak_memory(device, graphs.held_bytes if graphs else 0)
+    return peak_memory(device, graphs.held_bytes if graphs else 0)

@@ -68,13 +68,15 @@ class Clipping:
         assert held.squares is not None
         return _scaled(held.squares, held.factor)
 
-    def last_squares(self, slot: Slot, grad: Tensor) -> Tensor:
+    def last_squares(self, slot: Slot, grad: Tensor | None) -> Tensor | None:
         """Returns the square sums that were measured before `scale` multiplied the gradient by a
-        factor, which is NaN if any gradient is."""
+        factor, which is NaN if any gradient is; None of one that is gone and was not measured."""
         if isinstance(grad, HeldGradient):
             held = grad.held
             return held.gradients.squares_of(held) if held.squares is None else held.squares
         if slot not in self.measured:
+            if grad is None:
+                return None
             self._measure({slot: grad})
         sums, start, stop = self.measured[slot]
         return sums[start:stop]

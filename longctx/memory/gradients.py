@@ -368,14 +368,19 @@ class WatchedGradients:
         return norm
 
     def broken(self) -> Slot | None:
-        """Returns the slot of the first gradient that is not finite, in the order of backward."""
+        """Returns the slot of the first gradient of the last backward that is not finite, in the
+        order in which they came. Those that the model has dropped since are as `norm` measured
+        them."""
         present = dict(self._present())
         for slot in self._order:
-            if (grad := present.get(slot)) is None:
-                continue
-            if not self._clipping.last_squares(slot, grad).isfinite().all():
+            squares = self._clipping.last_squares(slot, present.get(slot))
+            if squares is not None and not squares.isfinite().all():
                 return slot
         return None
+
+    def forget_order(self) -> None:
+        """Leaves `broken` no gradient until others come."""
+        self._order.clear()
 
     def tensors(self) -> list[Tensor]:
         """Returns the gradients on the GPU that are in no `parameter.grad`."""

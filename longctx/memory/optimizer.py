@@ -211,6 +211,11 @@ class ExactAdamW(HoldsStates):
                 self._begun.launch(guard)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the update of the next step was launched (`begin`)."""
+        return self._begun is not None
+
+    @property
     def can_begin(self) -> bool:
         """Whether no hook asks to be called before or after its steps."""
         before = (self._optimizer_step_pre_hooks, _global_optimizer_pre_hooks)
@@ -219,6 +224,7 @@ class ExactAdamW(HoldsStates):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._begun = self._prepared = None
+        self.gradients.forget_order()
         super().zero_grad(set_to_none)
 
     def _facts(self, given: Given) -> list[Any]:

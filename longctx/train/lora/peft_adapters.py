@@ -318,9 +318,10 @@ class Reached(TrainerCallback):
 
         return reached
 
-    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Called when the gradients of the first step are there, or are consumed already. FSDP2 has
-        other parameters by now, which have a gradient of their own but run no hooks."""
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Called when the gradients of the first step are there, or are consumed already, and not
+        before its update, which may then begin while the host waits for their norm. FSDP2 has other
+        parameters by now, which have a gradient of their own but run no hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

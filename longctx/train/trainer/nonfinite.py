@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -38,6 +38,13 @@ SHOWN_DOCUMENTS = 8
 Names = Callable[[list[int]], list[str]]
 Batch = dict[str, Tensor]  # input_ids, labels, position_ids, documents: (B, S)
 Loss = Callable[[nn.Module, Batch], Tensor]
+
+
+class Recorded(NamedTuple):
+    """The batches of a step, and their losses."""
+
+    batches: list[Batch]
+    losses: list[Tensor]
 
 
 @dataclass(kw_only=True)
@@ -67,33 +74,38 @@ class NonFinite:
         """The losses of the current step's batches."""
         return self._losses
 
+    def end_step(self) -> Recorded:
+        """Returns what was recorded of the current step, and begins the next one."""
+        found = Recorded(self._batches, self._losses)
+        self._batches, self._losses = [], []
+        return found
+
     def check(
         self,
         model: nn.Module,
+        recorded: Recorded,
         grad_norm: Any,
         step: int,
         broken: Callable[[], str | None] | None = None,
         losses: Sequence[float] | None = None,
     ) -> bool:
-        """Whether to skip the step; called when its gradients are there and not yet used, or only
-        by what will not be if a number is not finite. `broken` names the parameter whose gradient
-        broke first, where that is known without another run; `losses` are those of its batches, if
-        the host has them already.
+        """Whether to skip a step; called when its gradients are there and not yet used, or only by
+        an update that leaves weights as they are if a number is not finite. `broken` names the
+        parameter whose gradient broke first, where that is known without another run; `losses` are
+        those of its batches, if the host has them already.
 
         Every process must call it. Raises UserError for a non-finite step if the action is `stop`.
         """
-        batches, recorded = self._batches, self._losses
-        self._batches, self._losses = [], []
         # Where the host has no numbers yet, it waits here once, for the whole backward.
-        found = [*map(_number, recorded)] if losses is None else losses
+        found = [*map(_number, recorded.losses)] if losses is None else losses
         numbers = [_number(grad_norm), *found]
-        device = recorded[0].device if recorded else torch.device("cpu")
+        device = recorded.losses[0].device if recorded.losses else torch.device("cpu")
         if not any_rank(not all(map(math.isfinite, numbers)), device):
             self._in_a_row = 0
             return False
         self._in_a_row += 1
         cause = explain(
-            *(model, batches, self.names),
+            *(model, recorded.batches, self.names),
             again=not self.steps_itself,
             broken=broken,
             task=self.task,

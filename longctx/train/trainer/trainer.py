@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,19 @@ from transformers.trainer_callback import PrinterCallback
 from longctx.any_model.runtime import any_part
 from longctx.attention.shards import Shards
 from longctx.constants import IGNORE_INDEX
+from longctx.cost.fitted import GRAPHED_TOKENS
 from longctx.errors import UserError
 from longctx.families.adapters import inside_peft
 from longctx.families.vision import is_whole
 from longctx.kernels.compiling import announce_compiling
 from longctx.loop.collectives import any_rank
-from longctx.loop.metrics import Throughput, device_peak_flops, figures, parameters_in_matmuls
+from longctx.loop.metrics import (
+    Throughput,
+    device_peak_flops,
+    figures,
+    memory_figures,
+    parameters_in_matmuls,
+)
 from longctx.ranges import COUNT, check_argument
 from longctx.runtime.runtime import patched_part
 from longctx.train.engines import Engine, choose_engine
@@ -39,12 +47,14 @@ from longctx.train.trainer.callbacks import (
     console,
     flush_before_others,
     has_own,
+    is_known,
     spare_reporters,
 )
 from longctx.train.trainer.checkpoints import CheckpointTrainer
 from longctx.train.trainer.exact import overrides
 from longctx.train.trainer.interrupts import Interrupts
-from longctx.train.trainer.nonfinite import Names, NonFinite
+from longctx.train.trainer.late_step import LateStep, StepNumbers
+from longctx.train.trainer.nonfinite import Names, NonFinite, Recorded
 from longctx.train.trainer.settled import Settled
 from longctx.train.trainer.towers import Towers
 from longctx.train.trainer.under_way import UnderWay
@@ -152,6 +162,9 @@ class LongTrainer(CheckpointTrainer):
         self._settled = Settled(self.callback_handler)
         self._logged: Tensor | None = None
         """The sum of the losses since the last line, if the host has it already."""
+        self._late: LateStep | None = None
+        self._figures: dict[str, float] | None = None
+        """The speed and memory of a line that is late."""
         peak_tflops = args.peak_tflops
         self.throughput = Throughput(
             model.config.get_text_config(),
@@ -205,12 +218,19 @@ class LongTrainer(CheckpointTrainer):
         with ExitStack() as stack:
             for context in (*around, self._settled.training(self.model)):
                 stack.enter_context(context)
+            stack.callback(self._drop_late)
             result = super().train(*args, **kwargs)
             self.interrupts.agree(self.args.device)  # one that came after the last step
         self._check_update()
         last = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
         self.interrupts.exit_if_stopped(saved=last.is_dir())
         return result
+
+    def _drop_late(self) -> None:
+        """Writes the line of a step that was late where the next one failed: that error is the
+        run's."""
+        with suppress(Exception):
+            self._end_step()
 
     @contextmanager
     def _filtered_losses(self) -> Iterator[None]:
@@ -226,6 +246,7 @@ class LongTrainer(CheckpointTrainer):
     @overrides
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._settled.unsettle()
+        self._end_step()
         self._check_update()
         super()._save_checkpoint(model, trial)
 
@@ -281,25 +302,44 @@ class LongTrainer(CheckpointTrainer):
         return super()._clip_grad_norm(model) if norm is None else norm
 
     @overrides
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().compute_loss(*args, **kwargs)
+        self._end_step()  # the GPU has this forward to compute
+        return found
+
+    @overrides
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Called once a step, before the optimizer: the place to keep a broken step out of it."""
         if grad_norm is None:
             grad_norm = self._clip_by_engine(model, math.inf)
         grad_norm = super()._get_grad_norm(model, grad_norm)
         norm = 0.0 if self.args.fp16 else grad_norm  # fp16: the scaler skips overflows by itself
-        losses = None
         if self._may_begin_update(norm):
-            norm, losses = self._begin_update(norm)
-            grad_norm = norm
-        elif self.exact:  # before the host waits for the norm
+            self._late = self._begin_update(grad_norm)
+            if self._may_be_late():
+                return grad_norm
+            found = self._end_step()
+            assert found is not None
+            self._logged = torch.tensor(found.logged, dtype=self._tr_loss.dtype)
+            if found.pending is not None:
+                self.throughput.settle(found.pending)
+            return found.norm
+        if self.exact:  # before the host waits for the norm
             self.exact.prepare()
+        self._skip_broken(self.nonfinite.end_step(), norm, self.state.global_step + 1)
+        return grad_norm
+
+    def _skip_broken(
+        self, recorded: Recorded, norm: Any, step: int, losses: Sequence[float] | None = None
+    ) -> None:
+        """Keeps a step whose numbers are not finite out of the weights, if it raises no UserError
+        for it."""
         broken = self.exact.broken_gradient if self.exact else None
-        if self.nonfinite.check(model, norm, self.state.global_step + 1, broken, losses):
-            model.zero_grad()
+        if self.nonfinite.check(self.model_wrapped, recorded, norm, step, broken, losses):
+            self.model_wrapped.zero_grad()
             if self.exact:
                 self.exact.zero_grad()  # an optimizer without gradients changes nothing
             self._skipped_steps += 1
-        return grad_norm
 
     def _may_begin_update(self, norm: Any) -> bool:
         """Whether nothing acts between a step's norm and its update, which may then be launched
@@ -312,9 +352,9 @@ class LongTrainer(CheckpointTrainer):
         callbacks = self.callback_handler.callbacks
         return not any(has_own(callback, "on_pre_optimizer_step") for callback in callbacks)
 
-    def _begin_update(self, norm: Any) -> tuple[float, list[float]]:
+    def _begin_update(self, norm: Tensor) -> LateStep:
         """Has the GPU go on with the update, which it leaves out if a number of the step is not
-        finite, while the host waits for these. Returns the norm and the losses."""
+        finite. Returns the step, whose numbers are on their way to the host."""
         assert self.exact is not None
         numbers = UnderWay({"norm": norm, "losses": torch.stack(self.nonfinite.losses)})
         totals = {"logged": self._tr_loss}
@@ -322,21 +362,75 @@ class LongTrainer(CheckpointTrainer):
             totals["pending"] = pending
         line = UnderWay(totals)
         self.exact.begin(numbers.guard)
-        found = numbers.read() | line.read()
-        if pending is not None:
-            self.throughput.settle(found["pending"][0])
-        self._logged = torch.tensor(found["logged"][0], dtype=self._tr_loss.dtype)
-        return found["norm"][0], found["losses"]
+        recorded = self.nonfinite.end_step()
+        return LateStep(self.state.global_step + 1, recorded, numbers, line)
+
+    def _may_be_late(self) -> bool:
+        """Whether the numbers of a step whose update has begun may be read in the next step: a step
+        that is not finite ends the run, and nobody else looks at steps. If there is time to wait,
+        in long rows, they are read at once."""
+        assert self.exact is not None
+        others = [other for other in self.callback_handler.callbacks if not is_known(other)]
+        return (
+            self.exact.has_begun
+            and self.args.on_nonfinite == "stop"
+            and self.row_tokens <= GRAPHED_TOKENS
+            and not self.task.scores
+            and self.state.global_step + 1 < self.state.max_steps
+            and not any(has_own(other, event) for other in others for event in _EVENTS)
+        )
+
+    def _end_step(self) -> StepNumbers | None:
+        """Reads the numbers of a step that is late, acts on them, and writes its line, if that is
+        late, too. Returns them; None if no step is late."""
+        late, self._late = self._late, None
+        if late is None:
+            return None
+        found = late.read()
+        self._skip_broken(late.recorded, found.norm, late.step, found.losses)
+        if late.line is not None:
+            late.line(found)
+        return found
 
     @overrides
-    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Logs with the sum of the losses that the host may have already."""
-        logged, self._logged = self._logged, None
-        if logged is None or not self.control.should_log:
-            super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Logs with the sum of the losses that the host may have already, or leaves the line of a
+        step that is late to `_end_step`."""
+        control, late = self.control, self._late
+        acts = control.should_evaluate or control.should_save
+        acts |= control.should_training_stop or control.should_epoch_stop
+        if late is not None and control.should_log and not acts and late.line is None:
+            counted, memory = self.throughput.cut(), memory_figures(self.args.device, self.runtime)
+            late.line = partial(self._log_late, counted, memory, args, kwargs)
+            control.should_log = False
+            tr_loss.zero_()
             return
-        super()._maybe_log_save_evaluate(logged, *args, **kwargs)
+        if (control.should_log or acts) and (found := self._end_step()) is not None:
+            grad_norm = found.norm
+        logged, self._logged = self._logged, None
+        if logged is None or not control.should_log:
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+            return
+        super()._maybe_log_save_evaluate(logged, grad_norm, *args, **kwargs)
         tr_loss.zero_()
+
+    def _log_late(
+        self,
+        counted: Throughput,
+        memory: dict[str, float],
+        args: Any,
+        kwargs: Any,
+        found: StepNumbers,
+    ) -> None:
+        """Writes the line of a step that was late, with the figures of its end."""
+        if found.pending is not None:
+            counted.settle(found.pending)
+        self._figures = counted.read() | memory
+        self.control.should_log = True
+        logged = torch.tensor(found.logged, dtype=self._tr_loss.dtype)
+        super()._maybe_log_save_evaluate(logged, found.norm, *args, **kwargs)
 
     def _clip_by_engine(self, model: Any, max_norm: float) -> Tensor | None:
         if self.exact:
@@ -346,13 +440,15 @@ class LongTrainer(CheckpointTrainer):
     @overrides
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._settled.unsettle()
+        self._end_step()
         return super().evaluation_loop(*args, **kwargs)
 
     @overrides
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs |= self.tally.read(self.accelerator)
-            logs |= figures(self.throughput, self.args.device, self.runtime)
+            found, self._figures = self._figures, None
+            logs |= found or figures(self.throughput, self.args.device, self.runtime)
             logs["tokens"] = self.state.num_input_tokens_seen
             self._log_skipped(logs)
         super().log(logs, start_time)
@@ -365,6 +461,10 @@ class LongTrainer(CheckpointTrainer):
             if self._skipped_steps >= self.state.logging_steps:
                 del logs["loss"], logs["grad_norm"]
         self._skipped_steps = 0
+
+
+_EVENTS = ("on_step_begin", "on_substep_end", "on_optimizer_step", "on_step_end", "on_log")
+"""What happens between the numbers of a step and those of the next."""
 
 
 def _positions(inputs: dict[str, Any]) -> Tensor:  # (B, S)

@@ -474,7 +474,7 @@ def test_an_adapter_that_is_not_reached_is_an_error() -> None:
     reached = Reached(model)
     model[0](torch.ones(1, 2)).sum().backward()
     with pytest.raises(UserError, match=r"does not reach 2 of .*: 1.weight, 1.bias$"):
-        reached.on_pre_optimizer_step(model=model)
+        reached.on_optimizer_step(model=model)
 
 
 def test_the_best_adapter_becomes_final(flags, finished, tmp_path) -> None:
