@@ -77,7 +77,7 @@ def _locked(nbytes: int, limit: int) -> str:
 class Clock(TrainerCallback):
     """Times steps from the end of one to the end of the next, saves and evaluations left out, as
     the host sees them: what the GPU still does at the end of a step is of the next one. That is its
-    update, and all of a step that is late (late_step.py). Counts the run's tokens in Trainer's
+    update, and all of a step that is late (step_end.py). Counts the run's tokens in Trainer's
     state, which checkpoints hold."""
 
     def __init__(self, throughput: Throughput) -> None:

@@ -12,13 +12,13 @@ from paths import ROOT
 from small_run import prepare, run
 from transformers import Trainer
 
-from longctx.train.trainer import checkpoints, trainer
+from longctx.train.trainer import checkpoints, step_end, trainer
 
 
 @pytest.mark.parametrize(
     ("name", "module"),
     [
-        ("_get_grad_norm", trainer),
+        ("_get_grad_norm", step_end),
         ("_run_epoch", trainer),
         ("_load_optimizer_and_scheduler", checkpoints),
     ],
