@@ -23,7 +23,8 @@ from longctx.kernels.nf4 import dense_nf4
 
 
 class PackedState(Protocol):
-    """What a packed weight (O, I), or that of experts (E, O, I), is beside its bytes."""
+    """A packed weight (O, I), or experts' (E, O, I), without its bytes: what makes numbers of
+    them."""
 
     @property
     def shape(self) -> torch.Size:

@@ -28,7 +28,8 @@ from longctx.train.trainer.nonfinite import NonFinite, Recorded
 from longctx.train.trainer.under_way import UnderWay
 
 _EVENTS = ("on_step_begin", "on_substep_end", "on_optimizer_step", "on_step_end", "on_log")
-"""What happens between the numbers of a step and those of the next."""
+"""The methods of callbacks that Trainer calls between the end of a step's backward and the next
+step's forward."""
 
 
 @dataclass(frozen=True)
