@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
-from exactness import DEVICE, assert_exact
+from exactness import DEVICE, FLOOR, assert_exact, relative_error
 from longctx.kernels import launch
 from longctx.kernels.state_space import scan_reference
 from longctx.layer.row_documents import RowDocuments
@@ -162,9 +162,11 @@ def test_a_mamba_with_our_kernels_is_as_exact_as_in_plain_torch(kind, monkeypatc
     assert len(ran) == 2
     names = ["z", "dn", *dict(module.named_parameters())]
     for name, own, near, true in zip(names, ours, naive, truth, strict=True):
-        # Some have one number a head, in which most terms cancel: the error of four says nothing.
         if own.numel() > 16:
             assert_exact(name, own, near, true)
+        else:  # one number a head, in which most terms cancel: single draws scatter by a factor
+            error, naive_error = relative_error(own, true), relative_error(near, true)
+            assert error <= 3 * naive_error + FLOOR[own.dtype], name
 
 
 def test_another_scan_stays_transformers() -> None:
