@@ -19,6 +19,7 @@ from torch import Tensor
 
 from longctx.kernels.launch import (
     Config,
+    check_out,
     check_shape,
     on_device,
     round_to,
@@ -79,9 +80,7 @@ def dense_fp8(
     check_shape("scale", scale, (*lead, *grid))
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=packed.device)
-    check_shape("out", out, shape)
-    if out.dtype != dtype or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous and in {dtype}, got {out.dtype}")
+    check_out(out, shape, dtype)
     codes, scale = packed.contiguous().view(torch.uint8), scale.contiguous()
     rows = math.prod(lead) * M
     if not runs_kernel(codes, scale, out):

@@ -138,6 +138,15 @@ def check_shape(name: str, x: Tensor, shape: Sequence[int]) -> None:
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
 
 
+def check_out(out: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Raises ValueError if `out` is no room for a dense result of this shape and dtype."""
+    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or not out.is_contiguous():
+        raise ValueError(
+            f"out must be {tuple(shape)} in {dtype} and contiguous, got {tuple(out.shape)} in "
+            f"{out.dtype}"
+        )
+
+
 def check_same(name: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
     """Raises ValueError for the first of many tensors whose value, `name`, is not as expected."""
     if found != expected:

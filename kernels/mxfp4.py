@@ -16,6 +16,7 @@ from torch import Tensor
 
 from longctx.kernels.launch import (
     Config,
+    check_out,
     check_shape,
     on_device,
     round_to,
@@ -77,9 +78,7 @@ def dense_mxfp4(
     check_shape("scale", scale, (*shape[:-1], shape[-1] // BLOCK))
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=packed.device)
-    check_shape("out", out, shape)
-    if out.dtype != dtype or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous and in {dtype}, got {out.dtype}")
+    check_out(out, shape, dtype)
     packed, scale = packed.contiguous(), scale.contiguous()
     if not runs_kernel(packed, scale, out):
         return _in_torch(packed, scale, out)

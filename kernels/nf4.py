@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.kernels.launch import Config, on_device, round_to, runs_kernel, tl, triton
+from longctx.kernels.launch import (
+    Config,
+    check_out,
+    on_device,
+    round_to,
+    runs_kernel,
+    tl,
+    triton,
+)
 
 WEIGHTS = 8
 """The number of weights in a word of 32 bits."""
@@ -64,7 +72,7 @@ def dense_nf4(packed: Tensor, state: Any, out: Tensor | None = None) -> Tensor:
     Raises ValueError for tensors on different devices and for an `out` that does not fit.
     """
     if out is not None:
-        _check_room(out, state)
+        check_out(out, state.shape, state.dtype)
     inner = state.state2
     numbers = [state.absmax, state.code]
     numbers += [] if inner is None else [inner.absmax, inner.code, state.offset]
@@ -91,11 +99,3 @@ def dense_nf4(packed: Tensor, state: Any, out: Tensor | None = None) -> Tensor:
             enable_fp_fusion=CONFIG.fp_fusion,
         )
     return out
-
-
-def _check_room(out: Tensor, state: Any) -> None:
-    if out.shape != tuple(state.shape) or out.dtype != state.dtype or not out.is_contiguous():
-        raise ValueError(
-            f"out must be {tuple(state.shape)} in {state.dtype} and contiguous, got "
-            f"{tuple(out.shape)} in {out.dtype}"
-        )

@@ -65,7 +65,7 @@ WIDEST = 128
 """The widest heads, P. A state may have any number of columns, N."""
 TILE = 16
 """P and N are multiples of it. Triton 3.6 compiles `outputs` wrongly for P = 24 and N = 40 on an
-H200: three of four warps have wrong results. Multiples of 16 have none."""
+H200: three of four warps have wrong results. None of the multiples of 16 that were tried has."""
 
 
 def has_kernels(P: int, N: int) -> bool:

@@ -16,6 +16,7 @@ SHAPES = [
     # rows, T, H, G, P, N
     (1, 37, 1, 1, 16, 16),  # less than a chunk
     (2, 128, 4, 2, 48, 48),  # rows of whole chunks, groups, sizes that are no power of two
+    (2, 70, 2, 1, 24, 40),  # of which there are no kernels
     (1, 70, 3, 1, 16, 144),  # heads in parts of one (`few`), two blocks of the state
 ]
 GPU_SHAPES = [(1, 16384, 48, 1, 64, 128), (2, 1000, 128, 8, 64, 128), (1, 3000, 24, 1, 128, 256)]
@@ -26,7 +27,7 @@ NAMES = ("x", "dt", "A", "B", "C", "D", "begin")
 def few(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """A program goes through at most two heads where a group has three, as through at most 16 where
     a model has 17: they are in parts of one."""
-    if shape == SHAPES[2]:
+    if shape == SHAPES[3]:
         monkeypatch.setattr(state_space, "MOST_HEADS", 2)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
-from exactness import DEVICE, FLOOR, assert_exact, relative_error
+from exactness import DEVICE, assert_exact
 from longctx.kernels import launch
 from longctx.kernels.state_space import scan_reference
 from longctx.layer.row_documents import RowDocuments
@@ -136,11 +136,26 @@ def in_segments(module: Any, run: Any, n: Tensor, dy: Tensor) -> list[Tensor]:
     return [z.detach(), *torch.autograd.grad(z, [n, *parameters.values()], dy.to(z.dtype))]
 
 
+DRAWS = 1 if DEVICE == "cpu" else 40
+"""Gradients of one number a head, in which most terms cancel, have errors that scatter by a factor
+of 2 from draw to draw: a CPU has one that is known, and a GPU, which rounds otherwise, many."""
+
+
 @pytest.mark.parametrize("kind", MAMBA)
 def test_a_mamba_with_our_kernels_is_as_exact_as_in_plain_torch(kind, monkeypatch) -> None:
     """Naive is the scan's reference, which rounds as 16-bit kernels do: transformers' scan is in
-    fp32."""
+    fp32. Errors are those of all draws together."""
+    names = ["z", "dn", *dict(mamba(kind).named_parameters())]
+    draws = zip(*(compared(kind, seed, monkeypatch) for seed in range(DRAWS)), strict=True)
+    for name, found in zip(names, draws, strict=True):
+        assert_exact(name, *(torch.stack(each) for each in zip(*found, strict=True)))
+
+
+def compared(kind: str, seed: int, monkeypatch: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Returns what a mixer gives, and all gradients: ours, naive ones, and the truth."""
     module = mamba(kind).to(DEVICE)
+    if seed:
+        torch.manual_seed(seed)
     n, dy = torch.randn(2, 1, 100, 64, device=DEVICE).bfloat16()
 
     def theirs(n: Tensor, begin: Any, parameters: Any) -> Any:
@@ -160,13 +175,7 @@ def test_a_mamba_with_our_kernels_is_as_exact_as_in_plain_torch(kind, monkeypatc
         changed.setattr(mixer_kernels, "scan", lambda *x: ran.append(x) or scan_reference(*x))
         naive = in_segments(module, plain, n, dy)
     assert len(ran) == 2
-    names = ["z", "dn", *dict(module.named_parameters())]
-    for name, own, near, true in zip(names, ours, naive, truth, strict=True):
-        if own.numel() > 16:
-            assert_exact(name, own, near, true)
-        else:  # one number a head, in which most terms cancel: single draws scatter by a factor
-            error, naive_error = relative_error(own, true), relative_error(near, true)
-            assert error <= 3 * naive_error + FLOOR[own.dtype], name
+    return [*zip(ours, naive, truth, strict=True)]
 
 
 def test_another_scan_stays_transformers() -> None:

@@ -441,8 +441,11 @@ def test_a_line_says_what_is_not_installed(monkeypatch) -> None:
 def test_a_line_says_that_heads_are_wider_than_our_kernels_take() -> None:
     _, ours = pair("granitemoehybrid")
     assert why_slow(ours.model, torch.device("cuda")) is None
-    next(layer.mamba for layer in ours.model.layers if layer.mamba).head_dim = 256
+    mamba = next(layer.mamba for layer in ours.model.layers if layer.mamba)
+    mamba.head_dim = 256
     assert "256 columns" in (why_slow(ours.model, torch.device("cuda")) or "")
+    mamba.head_dim, mamba.ssm_state_size = 64, 40
+    assert "states of 40" in (why_slow(ours.model, torch.device("cuda")) or "")
 
 
 def test_copies_of_the_layer_below_come_up_across_kinds(monkeypatch) -> None:
