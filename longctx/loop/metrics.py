@@ -179,9 +179,9 @@ class Throughput:
 
     def read(self) -> dict[str, float]:
         """Returns the figures since the last call; empty before the first step."""
-        counted = self.cut()
-        if not counted._steps:
+        if not self._steps:
             return {}
+        counted = self.cut()
         tokens, pairs = int(counted._tokens), float(counted._attended) * self._batches
         figures = {
             "step_s": counted._seconds / counted._steps,
