@@ -15,6 +15,14 @@ from longctx.train.data.reading.records import Document
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 DOCUMENT = Document(kind="chat", content={"messages": TURNS}, where="f:1")
+CHATS = [
+    Document(
+        kind="chat",
+        content={"messages": [TURNS[0], {"role": "assistant", "content": answer}]},
+        where=f"f:{line}",
+    )
+    for line, answer in enumerate(("one", "two", "three"), 1)
+]
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 RAISES = {
     "division": ("{{ 1 / 0 }}", "division by zero"),
@@ -85,6 +93,26 @@ def test_a_child_that_is_killed_is_said(monkeypatch):
     with pytest.raises(UserError, match="^f:1: the process that renders .* was killed"):
         render(PLAIN_CHATML)
     assert render(PLAIN_CHATML)[0][1]
+
+
+@pytest.mark.parametrize("read", [1, 2, 3])
+def test_who_stops_reading_takes_no_one_s_answers_or_child(read):
+    """A generator that an error left alone is collected whenever Python comes to it."""
+    stopped = rendered(CHATS, small_tokenizer(PLAIN_CHATML))
+    for _ in range(read):
+        next(stopped)
+    others = rendered(CHATS[::-1], small_tokenizer(PLAIN_CHATML))
+    texts = [next(others)[0]]
+    stopped.close()
+    texts += [text for text, _ in others]
+    assert ["three" in texts[0], "two" in texts[1], "one" in texts[2]] == [True] * 3
+
+
+def test_who_reads_on_gets_what_was_asked_for():
+    first = rendered(CHATS, small_tokenizer(PLAIN_CHATML))
+    texts = [next(first)[0]]
+    between = [text for text, _ in rendered(CHATS, small_tokenizer(PLAIN_CHATML))]
+    assert texts + [text for text, _ in first] == between
 
 
 def test_one_child_renders_everything_and_only_for_its_parent():

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, TypeVar
 
@@ -50,7 +50,7 @@ def rendered(
     ends = functools.cache(functools.partial(end_tokens, tokenizer))
     asked = (_conversation(document, tokenizer, ends, parts) for document in documents)
     for batch in _batches(asked):
-        yield from _child().answers(batch)
+        yield from _answers(batch)
 
 
 def continued(
@@ -64,7 +64,7 @@ def continued(
     ends = functools.cache(functools.partial(end_tokens, tokenizer))
     asked = (_continuations(document, tokenizer, ends, parts) for document in documents)
     for batch in _batches(asked):
-        yield from _child().answers(batch)
+        yield from _answers(batch)
 
 
 def family_of(
@@ -79,7 +79,7 @@ def family_of(
             asked = Recognition(
                 candidates=found, template=template, special_tokens=tokens, where=where
             )
-            (_families[key],) = _child().answers([asked])
+            (_families[key],) = _answers([asked])
         else:
             _families[key] = None
     return _families[key]
@@ -97,7 +97,7 @@ def ending_of(tokenizer: PreTrainedTokenizerBase) -> Ending | None:
         parts=takes_parts(tokenizer, template, "the tokenizer's chat template"),
         where="the tokenizer's chat template",
     )
-    (ending,) = _child().answers([asked])
+    (ending,) = _answers([asked])
     return ending
 
 
@@ -114,7 +114,7 @@ def takes_parts(tokenizer: PreTrainedTokenizerBase, template: str, where: str) -
             special_tokens=dict(tokenizer.special_tokens_map),
             where=where,
         )
-        (_takes_parts[key],) = _child().answers([asked])
+        (_takes_parts[key],) = _answers([asked])
     return _takes_parts[key]
 
 
@@ -264,6 +264,7 @@ class _Child:
 
     def __init__(self) -> None:
         self.owner = _here()
+        self.busy = False  # not all answers to a request are read
         self.connection, theirs = multiprocessing.Pipe()
         try:
             self.pid = fork()
@@ -280,54 +281,72 @@ class _Child:
         theirs.close()
 
     def answers(self, jobs: Sequence[Job]) -> Iterator[Any]:
+        unread, self.busy = len(jobs), True
         try:
-            self.connection.send(jobs)
+            with self._explained(jobs[0].where):
+                self.connection.send(jobs)
             for job in jobs:
-                (answer,) = self._answer(job.where)
+                with self._explained(job.where):
+                    (answer,) = self._answer(job.where)
                 if isinstance(answer, _Refusal):
                     raise UserError(answer)
+                unread -= 1
+                self.busy = unread > 0
                 yield answer
-        except BaseException:  # also GeneratorExit: no one reads what it still says
-            self.kill()
-            raise
+        finally:  # also of a generator that is collected where it stopped, however late
+            if unread or not (self.busy or self is _the_child):
+                self.kill()
 
     def _answer(self, where: str) -> tuple[Any]:
+        while self.connection.poll(RENDER_S):
+            if (answer := self.connection.recv()) is not None:
+                return answer
+        raise UserError(
+            f"{where}: the chat template does not end within {RENDER_S:.0f} s: use another one"
+        )
+
+    @contextmanager
+    def _explained(self, where: str) -> Iterator[None]:
         try:
-            while self.connection.poll(RENDER_S):
-                if (answer := self.connection.recv()) is not None:
-                    return answer
+            yield
         except (EOFError, OSError) as error:
             raise UserError(
                 f"{where}: the process that renders the chat template was killed, most often "
                 "because the memory was full: use another template or more memory"
             ) from error
-        raise UserError(
-            f"{where}: the chat template does not end within {RENDER_S:.0f} s: use another one"
-        )
 
     def kill(self) -> None:
         global _the_child
-        _the_child = None
+        if self is _the_child:
+            _the_child = None
         self.connection.close()
-        with suppress(ProcessLookupError, ChildProcessError):
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+        if self.owner[0] == os.getpid():  # a fork of its parent only forgets it
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
 
 
 _the_child: _Child | None = None
 
 
+def _answers(jobs: Sequence[Job]) -> Iterator[Any]:
+    """Yields each job's answer, from this thread's own child."""
+    yield from _child().answers(jobs)
+
+
 def _child() -> _Child:
-    """Returns this thread's own child: one that was inherited by a fork belongs to the parent, and
-    one of another thread ends with that thread."""
+    """Returns a child that is free: one that was inherited by a fork belongs to the parent, one of
+    another thread ends with that thread, and one whose answers are not all read belongs to who
+    reads them."""
     global _the_child
-    if _the_child is None or _the_child.owner != _here():
+    if _the_child is None or _the_child.owner != _here() or _the_child.busy:
         _the_child = _Child()
     return _the_child
 
 
-def _here() -> tuple[int, int]:
-    return os.getpid(), threading.get_ident()
+def _here() -> tuple[int, threading.Thread]:
+    """Returns the process and the thread, whose number another one gets when it has ended."""
+    return os.getpid(), threading.current_thread()
 
 
 def _serve(connection: Connection, parent: int) -> None:
