@@ -447,22 +447,32 @@ def _adapters(inputs: Inputs) -> Iterator[Case]:
 
 
 def _packed_bases(inputs: Inputs) -> Iterator[Case]:
-    """Adapters over a checkpoint in FP8, which is read dense, and their merge into 16 bits."""
-    base, packed = inputs.at("fp8_base"), str(inputs.folder / "fp8_model")
-    round_ = (sys.executable, "profiling/fp8_folder.py", f"{base[1]}/final", packed)
-    own = inputs.at("fp8_lora")
-    trained = (*TRAIN, "--model_name_or_path", packed, *TINY[2:], *LORA, *own)
-    merge = (sys.executable, "-m", "longctx", "merge", f"{own[1]}/final")
-    yield Case(
-        name="fp8_lora",
-        commands=(
-            (*TRAIN, *TINY, *NO_SAVES, *base),
-            round_,
-            trained,
-            (*merge, "--output", str(inputs.folder / "fp8_merged")),
-        ),
-        prints=(SCHEDULE, "its weights are made dense"),
-    )
+    """Adapters over checkpoints as they are published: a run, one on the host, and the merge of the
+    first into 16 bits; and over FP8 that is made dense for Hugging Face's layers."""
+    stays = (SCHEDULE, "stay so under adapters", "on the host: weights")
+    dense = ("weights are made dense",)
+    host, dora = ("--place", "host"), ("--use_dora", "true")
+    vanilla = ("--class_type", "vanilla")
+    for name, preset, form, kinds, prints in (
+        ("fp8_lora", TINY[1], "fp8", ((), (*host, *dora)), stays),
+        ("mxfp4_lora", "tiny-gpt-oss", "mxfp4", ((), host), stays),
+        ("fp8_vanilla", TINY[1], "fp8", (vanilla,), dense),
+    ):
+        base, packed = inputs.at(f"{name}_base"), str(inputs.folder / f"{name}_model")
+        over = (*TRAIN, "--model_name_or_path", packed, *TINY[2:], *LORA)
+        places = [inputs.at(f"{name}_{i}") for i in range(len(kinds))]
+        merge = (sys.executable, "-m", "longctx", "merge", f"{places[0][1]}/final")
+        yield Case(
+            name=name,
+            commands=(
+                (*TRAIN, "--preset", preset, *TINY[2:], *NO_SAVES, *base),
+                (sys.executable, "profiling/packed_folder.py", f"{base[1]}/final", packed, form),
+                *((*over, *more, *place) for more, place in zip(kinds, places, strict=True)),
+                (*merge, "--output", str(inputs.folder / f"{name}_merged")),
+            ),
+            prints=prints,
+            vanilla=vanilla in kinds,
+        )
 
 
 def _tasks(inputs: Inputs) -> Iterator[Case]:

@@ -31,7 +31,7 @@ from longctx.layer.adapters.lora import Lora
 from longctx.layer.adapters.protocol import Settings
 
 ADAPTED = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
-QUANTISED = ("bitsandbytes.nn.modules.Linear4bit",)
+QUANTISED = ("bitsandbytes.nn.modules.Linear4bit", "longctx.layer.packed_linear.PackedLinear")
 """The quantised linear layers whose forward the schedule can replace."""
 _LINEAR = ("torch.nn.modules.linear.Linear",)
 WRAPPED = ("peft.tuners.lora.layer.ParamWrapper",)

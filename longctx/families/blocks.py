@@ -159,6 +159,13 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
             module._buffers[name] = buffer.to(device)
 
 
+def move_scales(model: nn.Module) -> None:
+    """Packed weights' scales, which are no parameters, go where the bytes are."""
+    for weight in model.parameters():
+        for part in scales(weight):
+            part.put(part.tensor.to(weight.device))
+
+
 def _checkpointed(module: nn.Module) -> list[nn.Module]:
     """Returns the outermost layers that transformers would checkpoint, in their order."""
     if isinstance(module, GradientCheckpointingLayer):

@@ -11,8 +11,9 @@ or for its dense numbers asks `packed_state`, which returns one kind of object f
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ from longctx.kernels.nf4 import dense_nf4
 class PackedState(Protocol):
     """A packed weight (O, I), or experts' (E, O, I), without its bytes: what makes numbers of
     them."""
+
+    name: ClassVar[str]
+    """What people call the format."""
 
     @property
     def shape(self) -> torch.Size:
@@ -46,6 +50,7 @@ class PackedState(Protocol):
 class Nf4:
     """bitsandbytes' QuantState. Where its scales are quantised they have a state of their own."""
 
+    name: ClassVar[str] = "NF4"
     state: Any
 
     @property
@@ -71,6 +76,7 @@ class Nf4:
 class Mxfp4:
     """Experts whose numbers lie as (E, O, K), in which 32 columns share a scale."""
 
+    name: ClassVar[str] = "MXFP4"
     shape: torch.Size
     """(E, O, K), or (E, K, O) if the model has them `transposed`."""
     dtype: torch.dtype
@@ -94,6 +100,7 @@ class Fp8:
     """A weight (O, I), or experts', in e4m3, in which a block of rows and columns shares a scale:
     128 of each, all of a matrix, or one row."""
 
+    name: ClassVar[str] = "FP8"
     shape: torch.Size
     dtype: torch.dtype
     scale: Tensor  # (..., blocks of O, blocks of I) fp32
@@ -118,6 +125,11 @@ def packed_state(weight: Any) -> PackedState | None:
     """Returns what a packed weight is beside its bytes; None of any other weight."""
     state = getattr(weight, "quant_state", None)
     return state if state is None or isinstance(state, Mxfp4 | Fp8) else Nf4(state)
+
+
+def packed_names(weights: Iterable[Any]) -> list[str]:
+    """Returns what people call the formats of the packed ones among the weights."""
+    return sorted({state.name for w in weights if (state := packed_state(w)) is not None})
 
 
 def dense(weight: Any, out: Tensor | None = None) -> Any:

@@ -284,7 +284,7 @@ def _check_choice(who: str, name: str, value: Any) -> None:
 def unpatch(model: Model) -> Model:
     """Removes the patch of `longctx.patch` from `model`, a causal language model, its base model or
     a PeftModel around one, and returns it. Weights and their gradients stay. Raises UserError for a
-    model that is not patched, or whose experts are in 4 bits.
+    model that is not patched, or whose experts are packed.
 
     Example:
         >>> import longctx
@@ -304,7 +304,7 @@ def unpatch(model: Model) -> Model:
         raise UserError(f"this {type(model).__name__} is not patched")
     if has_packed_experts(base):
         raise UserError(
-            "the experts of this model are in 4 bits, which Hugging Face's layers cannot read: it "
+            "the experts of this model are packed, which Hugging Face's layers cannot read: it "
             "stays patched"
         )
     whole = base.longctx.whole and base.longctx.whole()  # `model` may be its base model

@@ -20,7 +20,8 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from longctx.errors import UserError, one_line, print_rank0, shortened
-from longctx.families.classes import auto_class, is_classifier
+from longctx.families.classes import auto_class, is_classifier, without_storage
+from longctx.families.look import whole_shape
 from longctx.noise import hidden_report
 from longctx.packages import pip_install
 from longctx.system import expanded, installed
@@ -116,13 +117,16 @@ def read_model(
     name, where = _pretrained(source)
     of_files = config if "gguf_file" in where else quantised.of_files(name, config)
     packed = quantised.packed_as(of_files)
-    if packed:
+    stays = quantised.stays_packed(source, of_files)
+    if packed and not stays:
         config, more = of_files, more | quantised.made_dense(packed)
     with _explained(source):
         files = _weight_files(name, where)
         tensors = check_files(files, packed=holds_nf4(config) or packed is not None)
         refuse_without_experts(str(source.name), tensors, experts_of(config))
-        if packed == "FP8":
+        if stays:
+            more |= quantised.kept(files, of_files, dtype)
+        elif packed == "FP8":
             quantised.check_blocks(files, of_files)
         with hidden_report(REWARD_HEAD):
             loaded: Any = auto_class(config).from_pretrained(
@@ -137,6 +141,8 @@ def read_model(
                 **more,
             )
     model, found = loaded
+    if quantizer := getattr(model, "hf_quantizer", None):
+        found["mismatched_keys"] |= _other_shapes(model, config, quantizer)
     if is_classifier(config) and REWARD_HEAD in found["missing_keys"]:
         found["missing_keys"] -= {REWARD_HEAD}
         if not head_follows:
@@ -146,11 +152,28 @@ def read_model(
     gguf = unread_of_gguf(Path(name, where["gguf_file"]), model) if "gguf_file" in where else []
     refuse_partial(str(source.name), model, found, beside=gguf)
     forget_tie(model)
+    if stays:
+        with _explained(source):
+            quantised.keep_packed_(model, str(source.name), str(packed))
     if "gguf_file" in where or packed:
         forget_packed(model)
-    if packed:
-        quantised.finish_(model, str(source.name), packed, dtype)
+    if packed and not stays:
+        quantised.made_dense_(model, str(source.name), packed, dtype)
     return model
+
+
+def _other_shapes(model: Any, config: PretrainedConfig, quantizer: Any) -> set[Any]:
+    """Returns the weights that a quantizer has read in another shape than the configuration's, each
+    name with both shapes: transformers 5.17 looks at none of them."""
+    expected = getattr(quantizer, "shapes", None)
+    if expected is None and (skeleton := without_storage(config)) is not None:
+        expected = {name: whole_shape(p) for name, p in skeleton.named_parameters()}
+    found = {name: whole_shape(p) for name, p in model.named_parameters()}
+    return {
+        (name, shape, expected[name])
+        for name, shape in found.items()
+        if expected and shape != expected.get(name, shape)
+    }
 
 
 @contextmanager
@@ -169,14 +192,13 @@ def _explained(source: ModelSource) -> Iterator[None]:
         raise unreadable(source, error) from error
 
 
-def made_dense(source: ModelSource, config: PretrainedConfig) -> str | None:
-    """Returns MXFP4 or FP8 where the weights of `config`'s files are made dense while they are
-    read, of which the configuration itself says nothing; None for all others, and for files that
-    are not here."""
+def packed_files(source: ModelSource, config: PretrainedConfig) -> quantised.PackedFiles | None:
+    """Returns what the files of `config`'s model have packed, of which the configuration itself
+    says nothing; None for all others, and for files that are not here."""
     if source.name is None or source.name.endswith(".gguf"):
         return None
     try:
-        return quantised.packed_as(quantised.of_files(_pretrained(source)[0], config))
+        return quantised.packed_files(source, quantised.of_files(_pretrained(source)[0], config))
     except OSError:
         return None
 
@@ -247,8 +269,9 @@ def _weight_files(name: str, where: dict[str, Any]) -> list[Path]:
 
 
 def forget_packed(model: Any) -> None:
-    """Weights of a GGUF file, of MXFP4 and of FP8 are made dense on loading, but the model still
-    says that it is quantised, and then can be neither trained nor saved."""
+    """Weights of a GGUF file, of MXFP4 and of FP8 are made dense on loading, or are packed weights
+    of ours, but the model still says that it is quantised, and then can be neither trained nor
+    saved."""
     model.is_quantized = False
     for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
         if hasattr(owner, name):

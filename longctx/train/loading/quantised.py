@@ -1,12 +1,14 @@
 """Checkpoints in fewer than 16 bits: which of them a run takes, and which it reads dense.
 
     NF4 of bitsandbytes           stays as it is, frozen, under `--quantize nf4`
-    MXFP4, as gpt-oss is public   is made dense, whatever is trained: exact in 16 bits
-    FP8 with scales of blocks     is made dense under adapters, rounded to the run's dtype
+    MXFP4, as gpt-oss is public   stays so under adapters; made dense else: exact in 16 bits
+    FP8 with scales of blocks     stays so under adapters, or is made dense, rounded to the dtype
 
-Every other kind is refused, by training and by its plan, which ask `check` here. transformers makes
-weights dense while it reads them. From then on the model is one of dense weights: its configuration
-says nothing of quantisation, and files are looked at again when they are read.
+Every other kind is refused, by training and by its plan, which ask `check` here. Weights stay
+packed where our schedule computes all layers (`stays_packed`): Hugging Face's layers, and engines
+that cut weights up, get dense ones, which transformers makes while it reads them. The model's
+configuration says nothing of quantisation in either case: files are looked at again when they are
+read.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -23,12 +25,16 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 
 from longctx.errors import UserError, print_rank0
 from longctx.families.vision import PREFIXES
+from longctx.train.loading import packed_reading
+from longctx.train.loading.packed_formats import Format, format_of
 from longctx.train.loading.weight_files import holds_nf4, quantization
 from longctx.train.options.source import ModelSource
 
 _IN_MXFP4 = {"gpt_oss"}
 """The types of models for which transformers has names of blocks and scales."""
 _SCALES = ".weight_scale_inv"
+_EXPERTS = "experts"
+"""transformers' name of the module that holds the weights of all experts."""
 _NEEDED = "give the model that it was made from, in bfloat16 or float32"
 
 
@@ -63,6 +69,32 @@ def check(source: ModelSource, config: Any, *, makes_dense: bool = True) -> None
         )
 
 
+def stays_packed(source: ModelSource, config: Any) -> bool:
+    """Whether the weights of a checkpoint with this configuration stay as packed as its files have
+    them, and are not made dense."""
+    if not (source.keeps_packed and source.frozen):
+        return False
+    packed = packed_as(config)
+    return packed == "MXFP4" or (packed == "FP8" and config.model_type not in _IN_MXFP4)
+
+
+class PackedFiles(NamedTuple):
+    """What a plan knows of files that have weights packed."""
+
+    name: str
+    """MXFP4 or FP8."""
+    form: Format | None
+    """The format in which weights stay; None where they are made dense while they are read."""
+
+
+def packed_files(source: ModelSource, config: Any) -> PackedFiles | None:
+    """Returns what the files have packed whose configuration this is; None for other files."""
+    if (name := packed_as(config)) is None:
+        return None
+    form = format_of(quantization(config)) if stays_packed(source, config) else None
+    return PackedFiles(name, form)
+
+
 def _check_kept(source: ModelSource, config: Any) -> None:
     """Raises UserError for a checkpoint that is not made dense and that cannot be read or
     trained."""
@@ -92,8 +124,8 @@ def note_preset(preset: str, config: Any, *, in_nf4: bool) -> None:
     not."""
     if in_nf4 and config.model_type in _IN_MXFP4:
         print_rank0(
-            f"--preset {preset} has random weights: its public checkpoint is in MXFP4, which "
-            "--quantize refuses, so give --model_name_or_path a copy of that in bfloat16"
+            f"--preset {preset} has random weights: its public checkpoint is in MXFP4, stays so "
+            "under adapters, and is as small without --quantize, which refuses it"
         )
 
 
@@ -104,8 +136,29 @@ def of_files(name: str, config: PretrainedConfig) -> PretrainedConfig:
     return found
 
 
+def kept(files: Sequence[Path], config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns an argument for `from_pretrained` of a checkpoint with this configuration whose
+    weights stay packed. Raises ValueError for a weight in FP8 that has no scale: its numbers would
+    be those of its bytes."""
+    dtypes: dict[str, str] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}
+    in_fp8 = {name for name, found in dtypes.items() if found == "F8_E4M3"}
+    for name in in_fp8:
+        if f"{name}_scale_inv" not in dtypes:
+            raise ValueError(f"{name} is in FP8 and has no {name}_scale_inv: get the files again")
+    dense = dtypes.keys() - in_fp8
+    if not any(f".{_EXPERTS}." in name for name in in_fp8):  # whatever their files call them
+        dense.add(_EXPERTS)
+    form = format_of(quantization(config), dense=dense)
+    assert form is not None
+    return {"quantization_config": packed_reading.PackedReading(form, dtype)}
+
+
 def made_dense(packed: str) -> dict[str, Any]:
-    """Returns an argument for `from_pretrained`, of a checkpoint in MXFP4 or FP8."""
+    """Returns an argument for `from_pretrained` of a checkpoint in MXFP4 or FP8 that is made
+    dense."""
     kind: Any = Mxfp4Config if packed == "MXFP4" else FineGrainedFP8Config
     return {"quantization_config": kind(dequantize=True)}
 
@@ -130,7 +183,15 @@ def check_blocks(files: Sequence[Path], config: Any) -> None:
             )
 
 
-def finish_(model: Any, name: str, packed: str, dtype: Any) -> None:
+def keep_packed_(model: Any, name: str, packed: str) -> None:
+    """Gives a model that was read its packed weights, and says so."""
+    vars(model).pop("_weight_conversions", None)
+    packed_reading.finish_(model)
+    whose = "its experts stay" if packed == "MXFP4" else "its weights stay"
+    print_rank0(f"{name} is in {packed}: {whose} so under adapters, and are dense layer by layer")
+
+
+def made_dense_(model: Any, name: str, packed: str, dtype: Any) -> None:
     """Gives dense weights the dtype of the others, which transformers 5.17 does not, and forgets
     how they were read: they would be saved under the names of their blocks."""
     vars(model).pop("_weight_conversions", None)

@@ -18,6 +18,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from longctx.families.matrices import linears, stacks
 from longctx.families.stand_ins import shaped_experts
 from longctx.families.strangers import why_not_scheduled
 from longctx.families.vision import towers
+from longctx.layer.packed_weights import packed_names
 from longctx.layer.stack import STACKS
 from longctx.packages import pip_install
 from longctx.system import expanded, installed
@@ -237,7 +239,27 @@ def with_lora(model: Any, args: ModelArguments) -> Any:
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         adapted = peft.get_peft_model(model, config)
     config.base_model_name_or_path = _base_name(args)  # where to find it from any folder
+    refuse_merges_(adapted)
     return adapted
+
+
+def refuse_merges_(adapted: nn.Module) -> None:
+    """Has PEFT's merge in place refused over packed weights, but for linear layers of bitsandbytes,
+    which PEFT knows: it would add the adapter to bytes."""
+    wrapper: Any
+    for wrapper in adapted.modules():
+        if hasattr(wrapper, "merge") and hasattr(wrapper, "get_base_layer"):
+            base = wrapper.get_base_layer()
+            packed = packed_names(base.parameters(recurse=False))
+            if packed and type(base).__name__ != "Linear4bit":
+                vars(wrapper)["merge"] = partial(_refuse_merge, packed[0])
+
+
+def _refuse_merge(packed: str, *args: Any, **kwargs: Any) -> None:
+    raise UserError(
+        f"adapters over {packed} are not merged in place, which would round the weights once more "
+        "and lose most of what was learnt: save them, then run longctx merge"
+    )
 
 
 def has_experts(model: Any) -> bool:
@@ -269,7 +291,7 @@ def add_adapters(model: Any, args: ModelArguments) -> tuple[Any, str]:
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     count = sum("lora_A" in name for name, _ in adapted.named_parameters())
     kind = "DoRA" if args.use_dora else "LoRA"
-    over = "" if args.quantize == "none" else " over NF4"
+    over = "".join(f" over {name}" for name in packed_names(adapted.parameters()))
     said = f"{kind} of rank {args.lora_r} on {count} maps{over}, "
     said += f"{counted(trained)} parameters trained"
     said += " with the head of rewards" * is_classifier(inside_peft(adapted).config)

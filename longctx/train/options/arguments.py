@@ -217,6 +217,7 @@ class ModelArguments:
             trust_remote_code=self.trust_remote_code,
             frozen=self.lora_r is not None,
             in_nf4=self.quantize == "nf4",
+            keeps_packed=self.lora_r is not None and self.schedules,
         )
 
     def of_another(self, name: str | None, **changes: Any) -> ModelArguments:

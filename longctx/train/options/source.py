@@ -3,7 +3,7 @@ pretrained weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,3 +29,10 @@ class ModelSource:
     """Whether its weights are not trained: under adapters, or of a model that only computes."""
     in_nf4: bool = False
     """Whether its weights are to be in 4 bits, by `--quantize nf4`."""
+    keeps_packed: bool = False
+    """Whether weights that its files have packed, in MXFP4 or FP8, may stay so: what computes with
+    them, and what places them, knows such weights."""
+
+    def under(self, *, shards: bool) -> ModelSource:
+        """Returns the source under an engine, which may cut weights up (`shards`): dense ones."""
+        return replace(self, keeps_packed=self.keeps_packed and not shards)

@@ -158,7 +158,7 @@ def _of_run(record: Record, base: str) -> Facts:
     ]
     if "lora_r" in options:
         alpha = options.get("lora_alpha") or 2 * options["lora_r"]
-        over = "" if options.get("quantize", "none") == "none" else f", over {options['quantize']}"
+        over = f", over {model['packed']}" if "packed" in model else ""
         kind = "DoRA" if options.get("use_dora") else "LoRA"
         found.append(("adapters", f"{kind}, rank {options['lora_r']}, alpha {alpha:g}{over}"))
     processes = record["starts"][-1]["machine"]["processes"]

@@ -202,12 +202,18 @@ class _Search:
 
     def _with(self, options: Options) -> tuple[Subject, PlannedRun]:
         run = self.run.having(**options)
-        made = tuple(run.value(name) for name in _MAKES)
-        if made == tuple(self.run.value(name) for name in _MAKES):
+        if (made := self._made_by(run)) == self._made_by(self.run):
             return self.subject, run
         if made not in self._subjects:
-            self._subjects[made] = self.subject.adapted(run.model)
+            shards = run.engine is not None
+            self._subjects[made] = self.subject.adapted(run.model, shards=shards)
         return self._subjects[made], run
+
+    def _made_by(self, run: PlannedRun) -> tuple[Any, ...]:
+        """Returns what in a run's options makes its model another one."""
+        source = run.model.source.under(shards=run.engine is not None)
+        stays = self.subject.packed is not None and source.keeps_packed
+        return *(run.value(name) for name in _MAKES), stays
 
     def _way(self, options: Options) -> Iterator[Change]:
         """Yields the run with these options, if need be with flags that need less memory."""

@@ -208,7 +208,9 @@ def _reading_problem(subject: Subject, reading_bytes: int, host_bytes: int) -> s
         return None
     what, way = "the experts, which transformers puts together", _BY_LAYER
     if subject.packed:
-        what, way = "the weights, which transformers makes dense", f"a copy in bfloat16 and {way}"
+        way = f"a copy in bfloat16 and {way}"
+    if subject.packed and not subject.packed.form:
+        what = "the weights, which transformers makes dense"
     if subject.quantised:
         what, way = (
             "the weights in 4 bits, which the GPU does not hold",

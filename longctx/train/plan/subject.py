@@ -45,7 +45,8 @@ from longctx.runtime.runtime import chunks_loss, model_sizes
 from longctx.settings import LABELLED, PatchOptions, TaskName, scored_tokens
 from longctx.system import installed
 from longctx.train.engines.layout import Layout
-from longctx.train.loading.pretrained import made_dense
+from longctx.train.loading.packed_formats import pack_shapes_
+from longctx.train.loading.pretrained import packed_files
 from longctx.train.lora.peft_adapters import with_lora
 from longctx.train.lora.quantise import packed_bytes, quantise_shapes_, waits_on_host
 from longctx.train.lora.shapes import with_lora_shapes
@@ -131,9 +132,12 @@ class Subject:
         config: PretrainedConfig,
         args: ModelArguments | None = None,
         device: torch.device | None = None,
+        *,
+        shards: bool = False,
     ) -> None:
-        """Makes the model, with the adapters and the 4-bit weights that `args` ask for. `device` is
-        the GPU that will train, where it is here: layers of --class_type any are measured on it.
+        """Makes the model, with the adapters and the packed weights that `args` ask for, or their
+        files, under an engine that `shards` weights or without one. `device` is the GPU that will
+        train, where it is here: layers of --class_type any are measured on it.
         Raises UserError for a configuration of which no model can be made, or that the plan cannot
         read."""
         self.device = device
@@ -159,8 +163,9 @@ class Subject:
         self._chunks_loss = chunks_loss(self.model)
         self._made_of, self._kind = self.model.config, type(self.model)
         self._any: dict[str, AnyLayers] = {}
-        self.packed = None if args is None else made_dense(args.source, config)
-        """MXFP4 or FP8 if weights of such files are made dense while they are read."""
+        source = None if args is None else args.source.under(shards=shards)
+        self.packed = None if source is None else packed_files(source, config)
+        """What the model's files have packed, in MXFP4 or FP8."""
         gguf = args is not None and str(args.model_name_or_path).endswith(".gguf")
         self.takes_nf4 = not (self.packed or gguf)
         """Whether --quantize nf4 takes the model's files."""
@@ -194,7 +199,9 @@ class Subject:
         return model
 
     def _adapt(self, args: ModelArguments) -> None:
-        """Gives the model the 4-bit weights and the adapters that a run asks for."""
+        """Gives the model the packed weights and the adapters that a run asks for."""
+        if self.packed and self.packed.form:
+            pack_shapes_(self.model, self.packed.form)
         if self.quantised:
             quantise_shapes_(self.model)
             self._in_4_bits = packed_bytes(self.model)
@@ -241,11 +248,13 @@ class Subject:
     @cached_property
     def _made_bytes(self) -> int:
         """Bytes of the weights that transformers makes in host memory: those of experts, which it
-        puts together from several tensors of a checkpoint, and all of a model in FP8. It maps
-        others from their files."""
+        puts together from several tensors of a checkpoint, and all of a model in FP8 that it makes
+        dense. It maps others from their files."""
         layers: Any = decoder_layers(inside_peft(self.model))
-        if self.packed == "FP8":
+        if self.packed == ("FP8", None):
             return sum(x.nbytes for x in layers.parameters() if not x.requires_grad)
+        if self.packed and self.packed.name == "MXFP4" and self.packed.form:
+            return 0  # a layer's experts are one tensor there
         return sum(
             owner.get_parameter(name).nbytes
             for owner in stacks(layers).values()
@@ -280,9 +289,9 @@ class Subject:
         """Whether it is a vision-language model."""
         return self.whole.model_type in PREFIXES
 
-    def adapted(self, args: ModelArguments) -> Subject:
-        """Returns the same model with other adapters and 4-bit weights."""
-        return Subject(self.whole, args, self.device)
+    def adapted(self, args: ModelArguments, *, shards: bool = False) -> Subject:
+        """Returns the same model with other adapters and packed weights."""
+        return Subject(self.whole, args, self.device, shards=shards)
 
     def schedules(self, run: PlannedRun) -> bool:
         """Whether our schedule runs the layers, by the run's options and the configuration."""

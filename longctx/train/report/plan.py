@@ -73,12 +73,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = load_config(model_args, vocab_size=VOCAB_SIZE, engine=engine)
         check_towers(model_args, config, engine, args.gpus)
         check_layers(model_args, train_args, config)
-        subject = Subject(config, model_args, None if args.gpu else _gpu_here())
+        here = None if args.gpu else _gpu_here()
+        subject = Subject(config, model_args, here, shards=engine.shards_states)
     machine = machine_named(args.gpu) if args.gpu else this_machine()
     run = run_of(model_args, train_args, engine, args.gpus, args.document_tokens)
     declined = subject.declined(run)
     packed = subject.packed and (
-        f"{model_args.model_name_or_path} is in {subject.packed}: planned dense, as it is read"
+        f"{model_args.model_name_or_path} is in {subject.packed.name}: planned "
+        + ("packed, as it stays" if subject.packed.form else "dense, as it is read")
     )
     for line in (declined, packed, *unplanned(train_args, args.answer_tokens)):
         if line:

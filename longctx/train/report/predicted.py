@@ -74,7 +74,7 @@ def foresee(
         print_rank0(f"nothing is predicted: {why_not}")
         return None
     try:
-        subject = Subject(config, model_args, args.device)
+        subject = Subject(config, model_args, args.device, shards=engine.shards_states)
     except UserError as error:
         if model_args.class_type != "any":
             raise

@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from longctx.families.adapters import adapts_experts, inside_peft
+from longctx.layer.packed_weights import packed_names
 from longctx.loop.collectives import whole_numel
 from longctx.train.options.config import DataArguments, ModelArguments, TrainArguments
 from longctx.train.options.limits import non_defaults
@@ -64,6 +65,7 @@ def _model(model_args: ModelArguments, model: Any) -> dict[str, Any]:
     else:
         found["preset"] = model_args.preset or "tiny"
     base, parameters = inside_peft(model), list(model.parameters())
+    packed = packed_names(parameters)
     return found | {
         "class": type(base).__name__,
         "model_type": base.config.model_type,
@@ -71,6 +73,7 @@ def _model(model_args: ModelArguments, model: Any) -> dict[str, Any]:
         "trained_parameters": sum(whole_numel(p) for p in parameters if p.requires_grad),
         "dtype": str(base.dtype).removeprefix("torch."),
         **({"adapts_experts": True} if adapts_experts(base) else {}),
+        **({"packed": packed[0]} if packed else {}),
     }
 
 

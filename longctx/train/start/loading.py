@@ -236,7 +236,8 @@ def _with_weights(
         # bitsandbytes would quantise towers as well, and read them to the GPU.
         quantises &= config.model_type in PREFIXES
         more = {} if quantises else quantised_loading(args, dtype, device, config, rests)
-        model = read_model(args.source, config, dtype=dtype, attention=attention, **more)
+        source = args.source.under(shards=engine.shards_states)
+        model = read_model(source, config, dtype=dtype, attention=attention, **more)
         if config.model_type in PREFIXES and hasattr(next(model.parameters()), "ds_id"):
             # ZeRO-3's reading notes conversions that no name has gone through; saving would undo
             # them. Without any noted it takes those of the model's class.

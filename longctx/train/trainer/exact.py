@@ -24,7 +24,7 @@ from transformers.trainer import SCHEDULER_NAME
 from longctx.constants import GIB
 from longctx.errors import UserError, print_rank0
 from longctx.families.adapters import inside_peft
-from longctx.families.blocks import move_buffers
+from longctx.families.blocks import move_buffers, move_scales
 from longctx.families.vision import at_rest
 from longctx.loop.lora_plus import has_adapters, with_rates
 from longctx.loop.states import limit_gpu, place_states
@@ -191,6 +191,7 @@ class ExactTrainer(Trainer):
             move_buffers(model, device)
         else:
             super()._move_model_to_device(model, device)
+            move_scales(model)
 
     def flush(self) -> None:
         """Ends updates that wait for their block's next forward: weights may be read."""

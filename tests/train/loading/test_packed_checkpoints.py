@@ -9,47 +9,30 @@ from typing import Any
 import pytest
 import torch
 from paths import ROOT
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from small_families import family_config
+from small_packed import saved_in_fp8, saved_in_mxfp4
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longctx.constants import GIB
 from longctx.cost.fitted import PROCESS_BYTES
 from longctx.errors import UserError
-from longctx.train.loading.pretrained import made_dense, read_config, read_model
+from longctx.train.loading.pretrained import packed_files, read_config, read_model
 from longctx.train.loading.weight_files import holds_nf4
 from longctx.train.options.source import ModelSource
 from longctx.train.report.plan import main as plan
 from longctx.train.start.loading import load_config
 from longctx.train.start.options import parse_planned
-from profiling.fp8_folder import FP8, in_fp8
-
-FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-NAMES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-PACKED = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+from profiling.packed_folder import FP8, MXFP4
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
     """A folder in MXFP4, and the dense weights of its experts."""
-    folder, dense = tmp_path_factory.mktemp("mxfp4"), {}
-    torch.manual_seed(0)
-    config = family_config("gpt_oss", num_hidden_layers=1, layer_types=["full_attention"])
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(NAMES)]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-        scales = torch.randint(119, 125, blocks.shape[:-1], dtype=torch.uint8)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).long()
-        values = FP4[codes & 7] * (1 - 2 * (codes >> 3)) * 2.0 ** (scales.int() - 127)[..., None]
-        dense[name] = values.flatten(-2).transpose(1, 2)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    written = json.loads((folder / "config.json").read_text()) | {"quantization_config": PACKED}
-    (folder / "config.json").write_text(json.dumps(written))
-    return folder, dense
+    folder = tmp_path_factory.mktemp("mxfp4")
+    sizes = dict(num_hidden_layers=1, layer_types=["full_attention"])
+    return folder, saved_in_mxfp4(folder, **sizes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -72,17 +55,10 @@ def test_experts_are_made_dense_and_saved_so(published, dtype, tmp_path, capsys)
         assert torch.equal(one, other)
 
 
-def saved_in_fp8(folder: Path, family: str, **how: Any) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    config = family_config(family, num_hidden_layers=2)
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
-    return in_fp8(folder, **how)
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_fp8_is_made_dense_under_adapters_and_saved_so(family, tmp_path, capsys) -> None:
     """Experts too, which the files have one by one."""
-    truth = saved_in_fp8(tmp_path / "packed", family)
+    truth = saved_in_fp8(tmp_path / "packed", family, num_hidden_layers=2)
     source = ModelSource(name=str(tmp_path / "packed"), frozen=True)
     model = read_model(source, read_config(source), dtype=torch.bfloat16, attention="eager")
     assert "is in FP8: its weights are made dense, in bfloat16" in capsys.readouterr().out
@@ -97,7 +73,7 @@ def test_fp8_is_made_dense_under_adapters_and_saved_so(family, tmp_path, capsys)
 def test_a_smaller_last_block_is_refused(tmp_path: Path) -> None:
     """transformers divides a weight's rows by its number of scales: 64 rows in blocks of 48 are two
     blocks of 32 there, and numbers between 32 and 48 would have the other block's scale."""
-    saved_in_fp8(tmp_path, "llama", block=(48, 16))
+    saved_in_fp8(tmp_path, "llama", (48, 16), num_hidden_layers=2)
     source = ModelSource(name=str(tmp_path), frozen=True)
     with pytest.raises(UserError, match=r"proj.weight has .* no multiple of its blocks of 48 x 16"):
         read_model(source, read_config(source), dtype=torch.bfloat16, attention=None)
@@ -107,12 +83,12 @@ LORA, NF4 = ["--lora_r", "4"], ["--lora_r", "4", "--quantize", "nf4"]
 ZERO3 = ["--deepspeed", str(ROOT / "ds_configs/zero3.json")]
 BITS = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
 SAYS: dict[str, tuple[str, dict[str, Any], list[str], str]] = {
-    "MXFP4 in NF4": ("gpt_oss", PACKED, NF4, "MXFP4, and --quantize would round it once more"),
+    "MXFP4 in NF4": ("gpt_oss", MXFP4, NF4, "MXFP4, and --quantize would round it once more"),
     "FP8 in NF4": ("llama", FP8, NF4, "FP8, and --quantize would round it once more"),
     "FP8 as a whole": ("llama", FP8, [], "FP8, and rounded .* as a whole: .* with --lora_r"),
-    "MXFP4 under ZeRO-3": ("gpt_oss", PACKED, ZERO3, "MXFP4, which is not made dense under ZeRO-3"),
+    "MXFP4 under ZeRO-3": ("gpt_oss", MXFP4, ZERO3, "MXFP4, which is not made dense under ZeRO-3"),
     "FP8 under ZeRO-3": ("llama", FP8, [*LORA, *ZERO3], "FP8, which is not made dense under"),
-    "MXFP4 of another family": ("llama", PACKED, LORA, r"\(mxfp4\), in a form that longctx does"),
+    "MXFP4 of another family": ("llama", MXFP4, LORA, r"\(mxfp4\), in a form that longctx does"),
     "GPTQ": ("llama", {"quant_method": "gptq", "bits": 4}, LORA, r"quantised \(gptq\), in a form"),
     "AWQ as a whole": ("llama", {"quant_method": "awq", "bits": 4}, [], r"\(awq\), and rounded"),
     "compressed": ("llama", {"quant_method": "compressed-tensors"}, LORA, "does not read: give"),
@@ -143,28 +119,34 @@ def test_a_run_and_its_plan_refuse_the_same(case, tmp_path, capsys) -> None:
 def test_a_checkpoint_in_4_bits_is_taken_under_adapters(tmp_path: Path) -> None:
     family_config("llama", quantization_config=BITS).save_pretrained(tmp_path)
     source = ModelSource(name=str(tmp_path), frozen=True, in_nf4=True)
-    assert holds_nf4(read_config(source)) and made_dense(source, read_config(source)) is None
+    assert holds_nf4(read_config(source)) and packed_files(source, read_config(source)) is None
 
 
-def test_what_is_made_dense_is_planned_so(tmp_path, capsys) -> None:
-    """A line says it, reading takes the dense bytes, and NF4 is no way out that training takes."""
+PLANNED = {"custom": ("packed, as it stays", 0), "vanilla": ("dense, as it is read", 2)}
+"""What a plan says of FP8, and the bytes a number that reading takes on the host."""
+
+
+@pytest.mark.parametrize("class_type", PLANNED)
+def test_a_plan_says_what_becomes_of_fp8(class_type, tmp_path, capsys) -> None:
+    """Packed weights are mapped from their files, and NF4 is no way out that training takes."""
+    says, nbytes = PLANNED[class_type]
     sizes = dict(hidden_size=1024, intermediate_size=8192, num_hidden_layers=8, vocab_size=64)
     config = AutoConfig.for_model("llama", **sizes, quantization_config=FP8)
     config.save_pretrained(tmp_path)
     words = ["--model_name_or_path", str(tmp_path), "--seq_len", "512", "--lora_r", "4", "--json"]
+    words += ["--class_type", class_type]
     plan([*words, "--gpu", "h100", "--host_memory_gib", "16"])
     out, err = capsys.readouterr()
-    assert f"{tmp_path} is in FP8: planned dense, as it is read" in err
-    numel = 8 * (4 * 1024 * 1024 + 3 * 1024 * 8192)
-    process = PROCESS_BYTES / GIB
-    assert json.loads(out)["host_reading_gib"] == pytest.approx(2 * numel / GIB + process, rel=0.01)
+    assert f"{tmp_path} is in FP8: planned {says}" in err
+    read = nbytes * 8 * (4 * 1024 * 1024 + 3 * 1024 * 8192) / GIB + PROCESS_BYTES / GIB
+    assert json.loads(out)["host_reading_gib"] == pytest.approx(read, rel=0.01)
     with pytest.raises(SystemExit):
         plan([*words, "--gpu", "gib=1,flops=1e14", "--host_memory_gib", "1"])
     assert not any("nf4" in way["flags"] for way in json.loads(capsys.readouterr().out)["changes"])
 
 
 def test_a_preset_whose_public_files_are_refused_has_a_note(capsys) -> None:
-    note = "has random weights: its public checkpoint is in MXFP4, which --quantize refuses"
+    note = "has random weights: its public checkpoint is in MXFP4, stays so under adapters"
     for words, noted in ((NF4, True), (LORA, False)):
         model_args = parse_planned(["--preset", "gpt-oss-20b", "--seq_len", "512", *words])[0]
         load_config(model_args, vocab_size=64)

@@ -25,7 +25,6 @@ from longctx.train.lora.quantise import quantise_shapes_, quantised_loading
 from longctx.train.options.config import ModelArguments
 from longctx.train.output.manifest import read_manifest, write_manifest
 from longctx.train.start.loading import check_request, load_config
-from profiling.fp8_folder import in_fp8
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("plain_kernels")
@@ -337,21 +336,6 @@ def test_so_is_one_whose_scales_and_some_maps_are_not(flags, tmp_path, capsys) -
 
 
 BITS = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
-
-
-def test_adapters_over_fp8_are_trained_and_merged(flags, tmp_path, capsys) -> None:
-    """As over the dense weights of the same values; the merged model is in 16 bits."""
-    packed = Path(shutil.copytree(base_of(flags), tmp_path / "packed"))
-    in_fp8(packed, block=(8, 16))
-    words = [str(packed) if flag == base_of(flags) else flag for flag in flags]
-    losses = [line["loss"] for line in run(words, tmp_path / "run", "--dtype", "bfloat16")]
-    assert losses[-1] < losses[0]
-    assert f"{packed} is in FP8: its weights are made dense" in capsys.readouterr().out
-    merged = tmp_path / "merged"
-    cli.run(["merge", str(tmp_path / "run" / "final"), "--output", str(merged)])
-    saved = load_file(merged / "model.safetensors")
-    assert not any("scale" in n or x.element_size() < 2 for n, x in saved.items())
-    assert "quantization_config" not in (merged / "config.json").read_text()
 
 
 @pytest.mark.gpu

@@ -108,7 +108,8 @@ def test_adapters_of_experts_are_merged_before_they_are_served(quantize) -> None
 
 
 def test_what_a_hub_knows_stands_in_front() -> None:
-    adapter = record(task="dpo", options={"lora_r": 16, "quantize": "nf4"})
+    options = {"lora_r": 16, "quantize": "nf4"}
+    adapter = record(task="dpo", options=options, model={"packed": "NF4"})
     text = model_card(adapter, [])
     assert read_card(text).data.to_dict() == {
         "base_model": "meta-llama/Llama-3.1-8B",
@@ -117,7 +118,7 @@ def test_what_a_hub_knows_stands_in_front() -> None:
         "pipeline_tag": "text-generation",
         "tags": ["longctx", "dpo", "lora"],
     }
-    assert "| adapters | LoRA, rank 16, alpha 32, over nf4 |" in text
+    assert "| adapters | LoRA, rank 16, alpha 32, over NF4 |" in text
     assert "| rows a step | 8 |" in text and "2x NVIDIA H100 80GB HBM3 (79.1 GiB)" in text
     use = text.split("```python\n")[1].split("```")[0]
     compile(use, "card", "exec")

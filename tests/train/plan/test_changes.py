@@ -99,7 +99,7 @@ def test_no_way_out_is_counted_twice(monkeypatch) -> None:
     monkeypatch.setattr(predict, "_planned", count)
     adapted = Subject.adapted
     monkeypatch.setattr(
-        Subject, "adapted", lambda self, args: made.append(args) or adapted(self, args)
+        Subject, "adapted", lambda self, args, **kw: made.append(args) or adapted(self, args, **kw)
     )
     request = run(65536, place="gpu", keep="all")
     lacking = plan(model := eight_layers(), request, card(8), 4 * GIB)

@@ -149,7 +149,9 @@ def test_why_nothing_is_foreseen_is_said(capsys, args, options, says) -> None:
 def test_any_model_is_foreseen_by_its_measured_layers(monkeypatch, capsys) -> None:
     """Whatever attention it has: a layer was measured with it. A CPU stands for the GPU here."""
     cpu = torch.device("cpu")
-    monkeypatch.setattr(predicted, "Subject", lambda config, args, _: Subject(config, args, cpu))
+    monkeypatch.setattr(
+        predicted, "Subject", lambda config, args, _, **kw: Subject(config, args, cpu, **kw)
+    )
     options = dict(preset="tiny", seq_len=256, class_type="any", attn_backend="eager")
     found = foreseen(MACHINES["h100"], **options)
     assert found.planned.seconds.layers > 0 and found.planned.unknown is None
@@ -157,7 +159,7 @@ def test_any_model_is_foreseen_by_its_measured_layers(monkeypatch, capsys) -> No
     assert "memory, not speed; a layer of each kind was run" in unbroken(capsys.readouterr().out)
     assert found.planned.backend == "eager, the model's own"
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise UserError("transformers has no class for models of type 'x'")
 
     monkeypatch.setattr(predicted, "Subject", refuse)  # it may be code of the model's own

@@ -1,0 +1,33 @@
+"""Folders of small models in the formats that models are published in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_families import family_config
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from profiling.packed_folder import in_fp8, in_mxfp4
+
+
+def saved_in_mxfp4(folder: Path, **sizes: Any) -> dict[str, Tensor]:
+    """Saves gpt-oss as it is published, and returns the dense weights of its experts."""
+    _saved(folder, "gpt_oss", sizes)
+    return in_mxfp4(folder)
+
+
+def saved_in_fp8(
+    folder: Path, family: str, block: tuple[int, int] | None = (32, 16), **sizes: Any
+) -> dict[str, Tensor]:
+    """Saves a model of a family in FP8, and returns the values of what its files have packed."""
+    _saved(folder, family, sizes)
+    return in_fp8(folder, block)
+
+
+def _saved(folder: Path, family: str, sizes: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(family_config(family, **sizes))
+    model.to(torch.bfloat16).save_pretrained(folder)

@@ -1,0 +1,322 @@
+"""Checkpoints that stay packed under adapters: read to the bit as transformers makes them dense,
+trained to the bit as the dense model is, and damage of their files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_layer import PACKED, batch, gradients
+from small_packed import saved_in_fp8, saved_in_mxfp4
+from torch import nn
+
+import longctx
+from exactness import DEVICE
+from longctx.errors import UserError
+from longctx.families.blocks import move_scales, scales, state_blocks
+from longctx.families.stand_ins import shaped_experts
+from longctx.layer.packed_linear import PackedLinear
+from longctx.layer.packed_weights import Fp8, dense, packed_state, packed_weight
+from longctx.train.loading.pretrained import read_config, read_model
+from longctx.train.options.config import ModelArguments
+from longctx.train.options.source import ModelSource
+from longctx.train.plan.subject import Subject
+from longctx.train.start.loading import load_config, load_model
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.usefixtures("plain_kernels")
+
+Save = Callable[[Path], Any]
+FOLDERS: dict[str, tuple[Save, int]] = {
+    "gpt_oss": (partial(saved_in_mxfp4, intermediate_size=96), 6),
+    "llama": (partial(saved_in_fp8, family="llama"), 21),
+    "llama, a scale a matrix": (partial(saved_in_fp8, family="llama", block=None), 21),
+    "qwen3_moe": (partial(saved_in_fp8, family="qwen3_moe", block=(8, 16)), 19),
+    "glm4_moe": (partial(saved_in_fp8, family="glm4_moe", block=(8, 8)), 25),
+    "qwen3_next": (partial(saved_in_fp8, family="qwen3_next", block=(8, 8)), 19),
+    "granitemoehybrid-experts": (
+        partial(saved_in_fp8, family="granitemoehybrid-experts", block=(8, 8)),
+        8,
+    ),
+}
+"""How a folder is made, and how many of its weights are packed; of Granite, whose files have
+another name for experts, those of attention and mixers."""
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "in_proj_qkvz")
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def folder_of(case: str) -> Path:
+        if case not in made:
+            made[case] = tmp_path_factory.mktemp("packed")
+            FOLDERS[case][0](made[case])
+        return made[case]
+
+    return folder_of
+
+
+def read(folder: Path, dtype: torch.dtype, *, keeps: bool) -> Any:
+    source = ModelSource(name=str(folder), frozen=True, keeps_packed=keeps)
+    model = read_model(source, read_config(source), dtype=dtype, attention="eager").to(DEVICE)
+    move_scales(model)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", FOLDERS)
+def test_what_is_read_are_the_dense_weights(case, dtype, folder_of, capsys) -> None:
+    folder = folder_of(case)
+    truth = dict(read(folder, dtype, keeps=False).named_parameters())
+    assert f"{folder} is in " in (said := capsys.readouterr().out) and "made dense" in said
+    model = read(folder, dtype, keeps=True)
+    assert "stay so under adapters, and are dense layer by layer" in capsys.readouterr().out
+    assert not hasattr(model.config, "quantization_config") and not model.is_quantized
+    found = dict(model.named_parameters())
+    assert found.keys() == truth.keys()
+    for name, weight in found.items():
+        made = dense(weight)
+        assert made.dtype == dtype and torch.equal(made, truth[name]), name
+    packed = [weight for weight in found.values() if packed_state(weight) is not None]
+    assert len(packed) == FOLDERS[case][1] and not any(w.requires_grad for w in packed)
+
+
+def adapted(model: Any, *, dora: bool) -> Any:
+    names = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=[name for name in TARGETS if name in names],
+        exclude_modules=r".*mlp.*",
+        use_dora=dora,
+    )
+    with shaped_experts(model):
+        model = peft.get_peft_model(model, config).train()
+    torch.manual_seed(1)
+    for name, x in model.named_parameters():
+        if "lora_A" in name or "lora_B" in name:
+            nn.init.normal_(x, std=0.1)
+    return longctx.patch(model, strict=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("case", FOLDERS)
+def test_adapters_train_to_the_bits_of_the_dense_model(case, dora, dtype, folder_of) -> None:
+    ours, plain = (
+        adapted(read(folder_of(case), dtype, keeps=keeps), dora=dora) for keeps in (True, False)
+    )
+    lengths = {name: x for name, x in ours.named_parameters() if "magnitude" in name}
+    for name, length in lengths.items():
+        theirs = plain.get_parameter(name)
+        # PEFT rounds the lengths of weights in 16 bits to 16 bits.
+        torch.testing.assert_close(length, theirs, rtol=0.02, atol=0)
+        theirs.data.copy_(length)
+    (loss, grads), (truth, expected) = (gradients(m, batch(PACKED)) for m in (ours, plain))
+    assert torch.equal(loss, truth) and loss.isfinite() and grads.keys() == expected.keys()
+    assert len(grads) >= 6 and bool(lengths) == dora
+    assert all(torch.equal(grad, expected[name]) for name, grad in grads.items())
+
+
+@pytest.mark.parametrize("case", ["gpt_oss", "llama", "qwen3_moe"])
+def test_hugging_faces_layers_compute_with_it(case, folder_of) -> None:
+    """As generation does, whose keys and values the schedule does not keep."""
+    ids = torch.arange(3, 23, device=DEVICE)[None]
+    found = []
+    for keeps in (True, False):
+        model = longctx.patch(read(folder_of(case), torch.float32, keeps=keeps)).eval()
+        found.append(model.generate(ids, max_new_tokens=3, do_sample=False))
+    assert torch.equal(*found) and found[0].shape[1] == 23
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_linear_layer_is_one_to_its_callers(bias) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(48, 33, bias=bias, device=DEVICE)
+    codes = torch.randint(0x28, (33, 48), device=DEVICE).byte()
+    state = Fp8(plain.weight.shape, torch.float32, torch.rand(3, 3, device=DEVICE), (16, 16))
+    packed = PackedLinear.like(plain)
+    packed.weight = packed_weight(codes, state)
+    plain.weight.data = dense(packed.weight)
+    assert torch.equal(packed.dequantize(), plain.weight) and packed.weight.dtype == torch.uint8
+    x = torch.randn(2, 5, 48, device=DEVICE)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, truth = packed(ours), plain(theirs)
+    assert torch.equal(y, truth)
+    y.square().sum().backward()
+    truth.square().sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    if bias:
+        assert packed.bias is plain.bias
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_plan_counts_the_bytes_that_are_read(case, folder_of, monkeypatch) -> None:
+    """Of what our schedule trains; Hugging Face's layers get dense weights, and so do engines that
+    cut weights up."""
+    args = ModelArguments(
+        model_name_or_path=str(folder_of(case)),
+        lora_r=4,
+        lora_targets=["q_proj", "v_proj"],
+        seq_len=64,
+        dtype="bfloat16",
+    )
+    config = load_config(args, vocab_size=211)
+    model = load_model(args, config, device=torch.device("cpu"))
+    real = state_blocks(model, movable=True)
+    planned = Subject(config, args).blocks(movable=True)
+    assert [block.name for block in planned] == [block.name for block in real]
+    sizes = [[b.sizes(accumulates=False) for b in blocks] for blocks in (planned, real)]
+    if case != "granitemoehybrid-experts":  # a plan does not look into files
+        assert sizes[0] == sizes[1]
+    for args_of, shards in ((replace(args, class_type="vanilla"), False), (args, True)):
+        if args_of.class_type == "vanilla" and case in ("gpt_oss", "qwen3_next"):
+            continue  # which no plan knows
+        if case.startswith("granite"):
+            continue
+        plain = Subject(config, args_of, shards=shards)
+        assert not any(packed_state(p) for p in plain.model.parameters())
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt_oss"])
+def test_a_merge_in_place_is_refused(case, folder_of) -> None:
+    args = ModelArguments(model_name_or_path=str(folder_of(case)), lora_r=4, seq_len=64)
+    config = load_config(args, vocab_size=211)
+    model: Any = load_model(args, config, device=torch.device("cpu"))
+    with pytest.raises(UserError, match=r"adapters over (FP8|MXFP4) are not merged in place"):
+        model.merge_adapter()
+    with pytest.raises(UserError, match="then run longctx merge"):
+        model.merge_and_unload()
+
+
+def test_scales_go_where_their_weights_are(folder_of) -> None:
+    model = read(folder_of("llama"), torch.float32, keeps=True)
+    linear = model.get_submodule("model.layers.0.mlp.up_proj")
+    linear.weight = packed_weight(linear.weight.to("meta"), linear.weight.quant_state)
+    move_scales(model)
+    places = {p: {part.tensor.device for part in scales(p)} for p in model.parameters()}
+    assert {x.device for x in places} == {torch.device("meta"), torch.device(DEVICE)}
+    assert all(found <= {weight.device} for weight, found in places.items())
+
+
+def changed(folder: Path, to: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """Returns a copy of a folder with other tensors."""
+    to.mkdir()
+    (to / "config.json").write_text((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+LAYER = "model.layers.1."
+EXPERTS, EXPERT = f"{LAYER}mlp.experts.", "model.layers.0.mlp.experts.2."
+DAMAGED: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
+    "no scale": (
+        "llama",
+        lambda x: x.pop(f"{LAYER}mlp.up_proj.weight_scale_inv"),
+        rf"{LAYER}mlp.up_proj.weight is in FP8 and has no .*_scale_inv: get the files again",
+    ),
+    "no scale of an expert": (
+        "qwen3_moe",
+        lambda x: x.pop(f"{EXPERT}up_proj.weight_scale_inv"),
+        rf"1 of the model's weights are not in .* \({EXPERT}up_proj.weight_scale_inv\)",
+    ),
+    "no weight": (
+        "llama",
+        lambda x: x.pop(f"{LAYER}mlp.up_proj.weight"),
+        rf"1 of the model's weights are not in .* \({LAYER}mlp.up_proj.weight\)",
+    ),
+    "no expert": (
+        "qwen3_moe",
+        lambda x: x.pop(f"{EXPERT}up_proj.weight"),
+        rf"1 of the model's weights are not in .* \({EXPERT}up_proj.weight\)",
+    ),
+    "a scale that is no number": (
+        "llama",
+        lambda x: x[f"{LAYER}self_attn.q_proj.weight_scale_inv"].fill_(math.nan),
+        r"layers.1.self_attn.q_proj.weight: a scale is no number",
+    ),
+    "an infinite scale of a matrix": (
+        "llama, a scale a matrix",
+        lambda x: x[f"{LAYER}self_attn.q_proj.weight_scale_inv"].fill_(math.inf),
+        r"layers.1.self_attn.q_proj.weight: a scale is no number",
+    ),
+    "another grid": (
+        "llama",
+        lambda x: x.update({f"{LAYER}mlp.up_proj.weight_scale_inv": torch.ones(2, 8)}),
+        rf"1 of the model's weights have another shape .* \({LAYER}mlp.up_proj.weight_scale_inv",
+    ),
+    "no scales of experts": (
+        "gpt_oss",
+        lambda x: x.pop(f"{EXPERTS}down_proj_scales"),
+        rf"1 of the model's weights are not in .* \({EXPERTS}down_proj_scales\)",
+    ),
+    "no experts": (
+        "gpt_oss",
+        lambda x: [x.pop(f"{EXPERTS}{name}") for name in ("down_proj_scales", "down_proj_blocks")],
+        rf"2 of the model's weights are not in .* \({EXPERTS}down_proj_blocks",
+    ),
+    "E8M0's NaN": (
+        "gpt_oss",
+        lambda x: x[f"{EXPERTS}down_proj_scales"][0, 3].fill_(255),
+        r"layers.1.mlp.experts.down_proj: a scale is no number",
+    ),
+    "blocks of another model": (
+        "gpt_oss",
+        lambda x: x.update(
+            {f"{EXPERTS}down_proj_blocks": x[f"{EXPERTS}down_proj_blocks"][:, :64].contiguous()}
+        ),
+        rf"1 of the model's weights have another shape .* \({EXPERTS}down_proj_blocks",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damage_is_named(case, folder_of, tmp_path) -> None:
+    which, change, says = DAMAGED[case]
+    folder = changed(folder_of(which), tmp_path / "changed", change)
+    with pytest.raises(UserError, match=says) as error:
+        read(folder, torch.bfloat16, keeps=True)
+    assert len(str(error.value)) < 400
+
+
+def test_a_block_that_gate_and_up_would_share_is_refused(tmp_path) -> None:
+    saved_in_fp8(tmp_path, "qwen3_moe", (32, 16), moe_intermediate_size=48)
+    with pytest.raises(UserError, match=r"layers.0.mlp.experts.gate_up_proj: 48 rows of an expert"):
+        read(tmp_path, torch.bfloat16, keeps=True)
+
+
+def test_ragged_blocks_are_read(tmp_path) -> None:
+    """Rows behind the last whole block have a scale of their own."""
+    truth = saved_in_fp8(tmp_path, "llama", (48, 80))
+    model = read(tmp_path, torch.float32, keeps=True)
+    for name, wanted in truth.items():
+        assert torch.equal(dense(model.get_parameter(name)).cpu(), wanted), name
+
+
+def test_a_layer_in_16_bits_that_the_configuration_forgot(folder_of, tmp_path) -> None:
+    def change(tensors: dict[str, Any]) -> None:
+        name = f"{LAYER}mlp.up_proj.weight"
+        tensors[name] = tensors[name].to(torch.bfloat16)
+        del tensors[f"{name}_scale_inv"]
+
+    folder = changed(folder_of("llama"), tmp_path / "changed", change)
+    written = json.loads((folder / "config.json").read_text())
+    written["quantization_config"]["modules_to_not_convert"] += ["model.layers.0.mlp"]
+    (folder / "config.json").write_text(json.dumps(written))
+    with pytest.raises(UserError, match=r"read by nobody \(model.layers.0.mlp.down_proj.weight_s"):
+        read(folder, torch.bfloat16, keeps=True)
+    del written["quantization_config"]["modules_to_not_convert"]  # files tell, too
+    (folder / "config.json").write_text(json.dumps(written))
+    model = read(folder, torch.bfloat16, keeps=True)
+    assert packed_state(model.get_parameter(f"{LAYER}mlp.up_proj.weight")) is None
+    assert packed_state(model.get_parameter("model.layers.0.mlp.up_proj.weight")) is not None
