@@ -30,10 +30,11 @@ STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 def in_fp8(folder: Path, block: tuple[int, int] | None = (32, 16)) -> dict[str, Tensor]:
-    """Rounds the matrices of the layers in a folder, of which each `block` gets a scale, or each
-    matrix; returns their values, in fp32. The scales are random."""
+    """Rounds the matrices of the language model's layers in a folder, of which each `block` gets a
+    scale, or each matrix, then with one of what it multiplies, as Ministral 3 has; returns their
+    values, in fp32. All scales are random."""
     tensors, truth = load_file(folder / "model.safetensors"), {}
-    for name in [n for n in tensors if n.endswith("proj.weight")]:
+    for name in [n for n in tensors if n.endswith("proj.weight") and "vis" not in n]:
         weight = tensors[name].float()
         whole = scales = torch.rand(()) + 0.5
         if block:
@@ -43,9 +44,12 @@ def in_fp8(folder: Path, block: tuple[int, int] | None = (32, 16)) -> dict[str, 
             whole = whole[: weight.shape[0], : weight.shape[1]]
         tensors[name] = (weight / whole).to(torch.float8_e4m3fn)
         tensors[f"{name}_scale_inv"] = scales
+        if not block:
+            tensors[f"{name.removesuffix('weight')}activation_scale"] = torch.rand(())
         truth[name] = tensors[name].float() * whole
     rest = [n.removesuffix(".weight") for n in tensors if n.endswith(".weight") and n not in truth]
     bits = {"weight_block_size": block and [*block], "modules_to_not_convert": rest}
+    bits["activation_scheme"] = "dynamic" if block else "static"
     _write(folder, tensors, FP8 | bits)
     return truth
 

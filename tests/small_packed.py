@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from small_families import family_config
+from small_vision import vision_config
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from profiling.packed_folder import in_fp8, in_mxfp4
 
@@ -25,6 +26,14 @@ def saved_in_fp8(
     """Saves a model of a family in FP8, and returns the values of what its files have packed."""
     _saved(folder, family, sizes)
     return in_fp8(folder, block)
+
+
+def vision_saved_in_fp8(folder: Path, kind: str, block: tuple[int, int] | None) -> None:
+    """Saves a vision-language model whose language model is in FP8."""
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(vision_config(kind))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    in_fp8(folder, block)
 
 
 def _saved(folder: Path, family: str, sizes: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ weights without storage. Which formats there are, and what each run asks of them
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -113,20 +114,30 @@ _TWO = "gate_up"
 """In the name of a weight that transformers puts together of two."""
 
 
-def format_of(settings: dict[str, Any], dense: Iterable[str] = ()) -> Format | None:
+def format_of(
+    settings: dict[str, Any], *, dense: Iterable[str] = (), packed: Iterable[str] = ()
+) -> Format | None:
     """Returns the format of a configuration's `quantization_config`; None for one that no weights
-    stay in. `dense` are tensors of the files that are in 16 bits, of which not every configuration
-    says all."""
+    stay in. Of files that are here, tensors are named that are `dense`, of which not every
+    configuration says all, and those that are `packed`."""
     if settings.get("quant_method") == "mxfp4":
         return Mxfp4Files()
     if settings.get("quant_method") != "fp8":
         return None
     block = settings.get("weight_block_size")
-    skipped = [*(settings.get("modules_to_not_convert") or ()), *dense]
-    return Fp8Files(
-        block=None if block is None else (block[0], block[1]),
-        skipped=frozenset(name.rpartition("layers.")[2] for name in skipped),
-    )
+    skipped = _in_layer([*(settings.get("modules_to_not_convert") or ()), *dense])
+    for name in _in_layer(packed):  # files are right where the configuration says otherwise
+        words = name.split(".")
+        skipped -= {".".join(words[:n]) for n in range(1, len(words) + 1)}
+    return Fp8Files(None if block is None else (block[0], block[1]), skipped)
+
+
+def _in_layer(names: Iterable[str]) -> frozenset[str]:
+    """Returns names as decoder layers have them, whatever is around these; none of a tower's."""
+    return frozenset(name.rpartition("layers.")[2] for name in names if not _OF_TOWER.search(name))
+
+
+_OF_TOWER = re.compile(r"(^|\.)(vision|visual|multi_modal)")
 
 
 class Packable(NamedTuple):

@@ -63,6 +63,9 @@ class _PackedReader(HfQuantizer):
             for stored in found:
                 room = nn.Parameter(empty(stored), requires_grad=False)
                 owner.register_parameter(f"{held.name}{stored.suffix}", room)
+        # Scales by which inference rounds what layers multiply: Ministral 3 has some.
+        ignored = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = {*ignored, r"\.activation_scale$"}
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         return model
 

@@ -149,6 +149,8 @@ def read_model(
             print_rank0(
                 f"{source.name} is no model of rewards yet: its head of one number starts random"
             )
+    if stays:
+        quantised.refuse_outside(str(source.name), found["unexpected_keys"])
     gguf = unread_of_gguf(Path(name, where["gguf_file"]), model) if "gguf_file" in where else []
     refuse_partial(str(source.name), model, found, beside=gguf)
     forget_tie(model)

@@ -14,7 +14,7 @@ read.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,9 +151,19 @@ def kept(files: Sequence[Path], config: Any, dtype: torch.dtype) -> dict[str, An
     dense = dtypes.keys() - in_fp8
     if not any(f".{_EXPERTS}." in name for name in in_fp8):  # whatever their files call them
         dense.add(_EXPERTS)
-    form = format_of(quantization(config), dense=dense)
+    form = format_of(quantization(config), dense=dense, packed=in_fp8)
     assert form is not None
     return {"quantization_config": packed_reading.PackedReading(form, dtype)}
+
+
+def refuse_outside(name: str, unread: Iterable[str]) -> None:
+    """Raises UserError for weights in FP8 of model `name` where none may stay so, of which the
+    scales are `unread`: in a vision tower, or lm_head."""
+    if found := sorted(tensor for tensor in unread if tensor.endswith(_SCALES)):
+        raise UserError(
+            f"{name} has {len(found)} weights in FP8 outside of its decoder layers "
+            f"({found[0].removesuffix('_scale_inv')}): {_NEEDED}"
+        )
 
 
 def made_dense(packed: str) -> dict[str, Any]:

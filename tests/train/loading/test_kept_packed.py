@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_layer import PACKED, batch, gradients
-from small_packed import saved_in_fp8, saved_in_mxfp4
+from small_packed import saved_in_fp8, saved_in_mxfp4, vision_saved_in_fp8
 from torch import nn
 
 import longctx
@@ -46,6 +46,9 @@ FOLDERS: dict[str, tuple[Save, int]] = {
         partial(saved_in_fp8, family="granitemoehybrid-experts", block=(8, 8)),
         8,
     ),
+    "mistral3": (partial(vision_saved_in_fp8, kind="mistral3", block=None), 21),
+    "gemma3": (partial(vision_saved_in_fp8, kind="gemma3", block=(16, 8)), 21),
+    "qwen3_5": (partial(vision_saved_in_fp8, kind="qwen3_5", block=(8, 8)), 15),
 }
 """How a folder is made, and how many of its weights are packed; of Granite, whose files have
 another name for experts, those of attention and mixers."""
@@ -95,7 +98,7 @@ def adapted(model: Any, *, dora: bool) -> Any:
     config = peft.LoraConfig(
         r=4,
         target_modules=[name for name in TARGETS if name in names],
-        exclude_modules=r".*mlp.*",
+        exclude_modules=r".*(mlp|vision|visual).*",
         use_dora=dora,
     )
     with shaped_experts(model):
@@ -178,7 +181,7 @@ def test_a_plan_counts_the_bytes_that_are_read(case, folder_of, monkeypatch) -> 
     if case != "granitemoehybrid-experts":  # a plan does not look into files
         assert sizes[0] == sizes[1]
     for args_of, shards in ((replace(args, class_type="vanilla"), False), (args, True)):
-        if args_of.class_type == "vanilla" and case in ("gpt_oss", "qwen3_next"):
+        if args_of.class_type == "vanilla" and case in ("gpt_oss", "qwen3_next", "qwen3_5"):
             continue  # which no plan knows
         if case.startswith("granite"):
             continue
@@ -219,11 +222,22 @@ def changed(folder: Path, to: Path, change: Callable[[dict[str, Any]], Any]) -> 
 
 LAYER = "model.layers.1."
 EXPERTS, EXPERT = f"{LAYER}mlp.experts.", "model.layers.0.mlp.experts.2."
+NO_ROOM = "has 1 weights in FP8 outside of its decoder layers .lm_head.weight.: give the model"
 DAMAGED: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
     "no scale": (
         "llama",
         lambda x: x.pop(f"{LAYER}mlp.up_proj.weight_scale_inv"),
         rf"{LAYER}mlp.up_proj.weight is in FP8 and has no .*_scale_inv: get the files again",
+    ),
+    "lm_head": (
+        "llama",
+        lambda x: x.update(
+            {
+                "lm_head.weight": x["lm_head.weight"].to(torch.float8_e4m3fn),
+                "lm_head.weight_scale_inv": torch.ones(7, 8),
+            }
+        ),
+        NO_ROOM,
     ),
     "no scale of an expert": (
         "qwen3_moe",
@@ -303,7 +317,9 @@ def test_ragged_blocks_are_read(tmp_path) -> None:
         assert torch.equal(dense(model.get_parameter(name)).cpu(), wanted), name
 
 
-def test_a_layer_in_16_bits_that_the_configuration_forgot(folder_of, tmp_path) -> None:
+def test_files_say_what_is_packed(folder_of, tmp_path) -> None:
+    """A configuration forgot that a weight is in 16 bits, or says it of one in FP8."""
+
     def change(tensors: dict[str, Any]) -> None:
         name = f"{LAYER}mlp.up_proj.weight"
         tensors[name] = tensors[name].to(torch.bfloat16)
@@ -311,12 +327,10 @@ def test_a_layer_in_16_bits_that_the_configuration_forgot(folder_of, tmp_path) -
 
     folder = changed(folder_of("llama"), tmp_path / "changed", change)
     written = json.loads((folder / "config.json").read_text())
-    written["quantization_config"]["modules_to_not_convert"] += ["model.layers.0.mlp"]
-    (folder / "config.json").write_text(json.dumps(written))
-    with pytest.raises(UserError, match=r"read by nobody \(model.layers.0.mlp.down_proj.weight_s"):
-        read(folder, torch.bfloat16, keeps=True)
-    del written["quantization_config"]["modules_to_not_convert"]  # files tell, too
-    (folder / "config.json").write_text(json.dumps(written))
-    model = read(folder, torch.bfloat16, keeps=True)
-    assert packed_state(model.get_parameter(f"{LAYER}mlp.up_proj.weight")) is None
-    assert packed_state(model.get_parameter("model.layers.0.mlp.up_proj.weight")) is not None
+    for names in ([], ["lm_head", "model.layers.0.mlp"]):
+        written["quantization_config"]["modules_to_not_convert"] = names
+        (folder / "config.json").write_text(json.dumps(written))
+        model = read(folder, torch.bfloat16, keeps=True)
+        for layer, packed in ((0, True), (1, False)):
+            weight = model.get_parameter(f"model.layers.{layer}.mlp.up_proj.weight")
+            assert (packed_state(weight) is not None) == packed
