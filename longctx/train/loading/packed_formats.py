@@ -48,6 +48,10 @@ class Format(Protocol):
         """Returns what makes numbers of the bytes, in `dtype`. Raises ValueError for scales that
         are no numbers."""
 
+    def drawn(self, name: str, shape: torch.Size, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns bytes, uint8, and scales of random weights of about the size at which training
+        begins, which no file holds."""
+
 
 @dataclass(frozen=True)
 class Mxfp4Files:
@@ -72,6 +76,12 @@ class Mxfp4Files:
         if not scale.is_meta and (scale == self.nan).any():
             raise ValueError("a scale is no number")
         return Mxfp4(shape, dtype, scale, transposed=True)
+
+    def drawn(self, name: str, shape: torch.Size, device: torch.device) -> tuple[Tensor, Tensor]:
+        bytes_, scales = self.stored(name, shape)
+        codes = torch.randint(256, bytes_.shape, dtype=torch.uint8, device=device)
+        # Numbers of FP4 are about 3 large.
+        return codes, torch.full(scales.shape, 127 - 7, dtype=torch.uint8, device=device)
 
 
 @dataclass(frozen=True)
@@ -108,6 +118,11 @@ class Fp8Files:
         if self.block is None:
             scale = scale[..., None, None]
         return Fp8(shape, dtype, scale, self.block or (rows, columns))
+
+    def drawn(self, name: str, shape: torch.Size, device: torch.device) -> tuple[Tensor, Tensor]:
+        bytes_, scales = self.stored(name, shape)
+        codes = torch.randn(bytes_.shape, device=device).to(bytes_.dtype).view(torch.uint8)
+        return codes, torch.full(scales.shape, 0.02, dtype=scales.dtype, device=device)
 
 
 _TWO = "gate_up"

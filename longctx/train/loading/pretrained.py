@@ -195,9 +195,11 @@ def _explained(source: ModelSource) -> Iterator[None]:
 
 
 def packed_files(source: ModelSource, config: PretrainedConfig) -> quantised.PackedFiles | None:
-    """Returns what the files of `config`'s model have packed, of which the configuration itself
-    says nothing; None for all others, and for files that are not here."""
-    if source.name is None or source.name.endswith(".gguf"):
+    """Returns what the files of `config`'s model have packed, or a preset's public files, of which
+    the configuration itself says nothing; None for all others, and for files that are not here."""
+    if source.name is None:
+        return quantised.packed_files(source, quantised.of_preset(source.preset, config))
+    if source.name.endswith(".gguf"):
         return None
     try:
         return quantised.packed_files(source, quantised.of_files(_pretrained(source)[0], config))

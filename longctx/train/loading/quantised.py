@@ -28,7 +28,7 @@ from longctx.families.vision import PREFIXES
 from longctx.train.loading import packed_reading
 from longctx.train.loading.packed_formats import Format, format_of
 from longctx.train.loading.weight_files import holds_nf4, quantization
-from longctx.train.options.source import ModelSource
+from longctx.train.options.source import PUBLISHED, ModelSource
 
 _IN_MXFP4 = {"gpt_oss"}
 """The types of models for which transformers has names of blocks and scales."""
@@ -72,7 +72,7 @@ def check(source: ModelSource, config: Any, *, makes_dense: bool = True) -> None
 def stays_packed(source: ModelSource, config: Any) -> bool:
     """Whether the weights of a checkpoint with this configuration stay as packed as its files have
     them, and are not made dense."""
-    if not (source.keeps_packed and source.frozen):
+    if not (source.keeps_packed and source.frozen) or source.in_nf4:
         return False
     packed = packed_as(config)
     return packed == "MXFP4" or (packed == "FP8" and config.model_type not in _IN_MXFP4)
@@ -133,6 +133,13 @@ def of_files(name: str, config: PretrainedConfig) -> PretrainedConfig:
     """Returns the configuration with what the files of model `name` say of quantisation."""
     found = copy.copy(config)
     found.quantization_config = PretrainedConfig.get_config_dict(name)[0].get("quantization_config")
+    return found
+
+
+def of_preset(preset: str | None, config: PretrainedConfig) -> PretrainedConfig:
+    """Returns the configuration with what the public files of a preset say of quantisation."""
+    found = copy.copy(config)
+    found.quantization_config = PUBLISHED.get(preset or "")
     return found
 
 

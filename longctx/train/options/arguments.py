@@ -214,6 +214,7 @@ class ModelArguments:
         """The place of a pretrained model."""
         return ModelSource(
             name=self.model_name_or_path,
+            preset=None if self.model_name_or_path else self.preset,
             trust_remote_code=self.trust_remote_code,
             frozen=self.lora_r is not None,
             in_nf4=self.quantize == "nf4",

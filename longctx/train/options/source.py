@@ -13,6 +13,10 @@ PRESETS: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8")
 )
 """Maps the name of a preset to the fields of its configuration."""
+PUBLISHED: dict[str, dict[str, Any]] = {
+    name: fields.pop("published") for name, fields in PRESETS.items() if "published" in fields
+}
+"""Maps the name of a preset to its public files' `quantization_config`, if they have one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +25,8 @@ class ModelSource:
 
     name: str | None = None
     """A local folder, a .gguf file or a hub id; None: a preset, with random weights."""
+    preset: str | None = None
+    """The preset's name, where there is no other."""
     trust_remote_code: bool = False
     """Whether code that a model repository ships may run."""
     flag: str = "--model_name_or_path"

@@ -30,6 +30,7 @@ from longctx.cost.named import machine_named, several
 from longctx.errors import UserError, printable
 from longctx.memory.machine import host_share_bytes
 from longctx.ranges import COUNT
+from longctx.train.options.config import ModelArguments
 from longctx.train.options.written import LENGTH, token_count
 from longctx.train.plan.changes import Change, changes
 from longctx.train.plan.measure import gpu_here, this_machine
@@ -77,12 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         subject = Subject(config, model_args, here, shards=engine.shards_states)
     machine = machine_named(args.gpu) if args.gpu else this_machine()
     run = run_of(model_args, train_args, engine, args.gpus, args.document_tokens)
-    declined = subject.declined(run)
-    packed = subject.packed and (
-        f"{model_args.model_name_or_path} is in {subject.packed.name}: planned "
-        + ("packed, as it stays" if subject.packed.form else "dense, as it is read")
-    )
-    for line in (declined, packed, *unplanned(train_args, args.answer_tokens)):
+    said = subject.declined(run), _of_files(subject, model_args)
+    for line in (*said, *unplanned(train_args, args.answer_tokens)):
         if line:
             print(printable(line), file=sys.stderr)
     run = with_answers(run, args.answer_tokens)
@@ -97,6 +94,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(printable(f"wrote {args.html}"), file=sys.stderr)
     if not result["fits"]:
         sys.exit(1)
+
+
+def _of_files(subject: Subject, model_args: ModelArguments) -> str | None:
+    """Returns what is said of a model whose files have weights packed."""
+    if subject.packed is None or subject.quantised:
+        return None
+    how = "packed, as it stays" if subject.packed.form else "dense, as it is read"
+    name = model_args.model_name_or_path or f"the public model of --preset {model_args.preset}"
+    return f"{name} is in {subject.packed.name}: planned {how}"
 
 
 def _answer(

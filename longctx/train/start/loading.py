@@ -41,7 +41,8 @@ from longctx.packages import pip_install
 from longctx.patching.patch import check_parts, patch_as
 from longctx.system import installed
 from longctx.train.engines import Engine, Plain
-from longctx.train.loading.pretrained import read_config, read_model, unreadable
+from longctx.train.loading.packed_random import random_packed
+from longctx.train.loading.pretrained import packed_files, read_config, read_model, unreadable
 from longctx.train.loading.quantised import note_preset
 from longctx.train.loading.weight_files import holds_nf4
 from longctx.train.lora.peft_adapters import adapter_bytes, add_adapters, check_lora, check_peft
@@ -224,6 +225,10 @@ def _with_weights(
     attention = attention_name(args, config, device)
     rests = resting_place(args, config, dtype, device)
     quantises = args.quantize != "none"
+    source = args.source.under(shards=engine.shards_states)
+    if source.name is None and (packed := packed_files(source, config)) and packed.form:
+        print_rank0(f"--preset {source.preset}: random weights in {packed.name}, as its files are")
+        return random_packed(config, packed.form, device, dtype=dtype, attention=attention)
     if args.model_name_or_path is None or engine.fills_weights:
         with engine.random_weights(device, weights_bytes(args, config, device)):
             model = auto_class(config).from_config(
@@ -236,7 +241,6 @@ def _with_weights(
         # bitsandbytes would quantise towers as well, and read them to the GPU.
         quantises &= config.model_type in PREFIXES
         more = {} if quantises else quantised_loading(args, dtype, device, config, rests)
-        source = args.source.under(shards=engine.shards_states)
         model = read_model(source, config, dtype=dtype, attention=attention, **more)
         if config.model_type in PREFIXES and hasattr(next(model.parameters()), "ds_id"):
             # ZeRO-3's reading notes conversions that no name has gone through; saving would undo

@@ -25,11 +25,14 @@ from longctx.families.blocks import move_scales, scales, state_blocks
 from longctx.families.stand_ins import shaped_experts
 from longctx.layer.packed_linear import PackedLinear
 from longctx.layer.packed_weights import Fp8, dense, packed_state, packed_weight
-from longctx.train.loading.pretrained import read_config, read_model
+from longctx.train.loading.pretrained import packed_files, read_config, read_model
+from longctx.train.options import source
 from longctx.train.options.config import ModelArguments
 from longctx.train.options.source import ModelSource
 from longctx.train.plan.subject import Subject
+from longctx.train.report.plan import main as plan
 from longctx.train.start.loading import load_config, load_model
+from profiling.packed_folder import FP8, MXFP4
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("plain_kernels")
@@ -69,8 +72,8 @@ def folder_of(tmp_path_factory) -> Callable[[str], Path]:
 
 
 def read(folder: Path, dtype: torch.dtype, *, keeps: bool) -> Any:
-    source = ModelSource(name=str(folder), frozen=True, keeps_packed=keeps)
-    model = read_model(source, read_config(source), dtype=dtype, attention="eager").to(DEVICE)
+    where = ModelSource(name=str(folder), frozen=True, keeps_packed=keeps)
+    model = read_model(where, read_config(where), dtype=dtype, attention="eager").to(DEVICE)
     move_scales(model)
     return model
 
@@ -208,6 +211,47 @@ def test_scales_go_where_their_weights_are(folder_of) -> None:
     places = {p: {part.tensor.device for part in scales(p)} for p in model.parameters()}
     assert {x.device for x in places} == {torch.device("meta"), torch.device(DEVICE)}
     assert all(found <= {weight.device} for weight, found in places.items())
+
+
+@pytest.mark.parametrize("settings", [MXFP4, FP8 | {"weight_block_size": [128, 128]}])
+def test_presets_have_what_is_published(settings, monkeypatch, capsys) -> None:
+    """Random weights in the format of the public files, for our schedule under adapters."""
+    preset = "tiny-gpt-oss" if settings is MXFP4 else "tiny"
+    monkeypatch.setitem(source.PUBLISHED, preset, settings)
+    args = ModelArguments(preset=preset, lora_r=4, seq_len=64, dtype="bfloat16")
+    config = load_config(args, vocab_size=211)
+    model = load_model(args, config, device=torch.device("cpu"))
+    name = "MXFP4" if settings is MXFP4 else "FP8"
+    said = f"--preset {preset}: random weights in {name}, as its files are\n"
+    assert said in capsys.readouterr().out
+    planned, real = Subject(config, args).blocks(movable=True), state_blocks(model, movable=True)
+    assert [b.sizes(accumulates=False) for b in planned] == [
+        b.sizes(accumulates=False) for b in real
+    ]
+    for weight in model.parameters():
+        made = dense(weight)
+        assert (
+            made.isfinite().all()
+            and made.dtype == (torch.float32, torch.bfloat16)[not weight.requires_grad]
+        )
+        if packed_state(weight) is not None:
+            assert 0.015 < made.float().std() < 0.03
+    ids = torch.arange(64)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    for other in (dict(lora_r=None), dict(class_type="vanilla"), dict(quantize="nf4")):
+        changed = replace(args, **other)
+        form = packed_files(changed.source, config)
+        assert form == (name, None)
+
+
+def test_public_models_are_planned_as_published(capsys) -> None:
+    words = "--lora_r 16 --seq_len 8192 --gpu h100 --host_memory_gib 128 --json".split()
+    plan(["--preset", "gpt-oss-120b", *words])
+    out, err = capsys.readouterr()
+    assert "the public model of --preset gpt-oss-120b is in MXFP4: planned packed" in err
+    assert json.loads(out)["fits"] and json.loads(out)["host_reading_gib"] < 2
+    plan(["--preset", "qwen3-8b", *words])
+    assert "published" not in capsys.readouterr().err
 
 
 def changed(folder: Path, to: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
