@@ -35,6 +35,11 @@ class PackedLinear(nn.Linear):
         """Returns the dense weight (O, I)."""
         return nn.Parameter(dense(self.weight), requires_grad=False)
 
+    def unpack_(self) -> None:
+        """Becomes an ordinary linear layer of the dense weight."""
+        self.weight = self.dequantize()
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+
     def forward(self, x: Tensor) -> Tensor:  # (..., I) -> (..., O)
         y: Tensor = _PackedLinear.apply(x, self.weight, self.bias)
         return y

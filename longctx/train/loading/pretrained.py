@@ -178,6 +178,12 @@ def _other_shapes(model: Any, config: PretrainedConfig, quantizer: Any) -> set[A
     }
 
 
+def files_of(source: ModelSource, config: PretrainedConfig) -> tuple[list[Path], dict[str, Any]]:
+    """Returns a model's files of weights and what they say of quantisation."""
+    name, where = _pretrained(source)
+    return _weight_files(name, where), quantised.quantization(quantised.of_files(name, config))
+
+
 @contextmanager
 def _explained(source: ModelSource) -> Iterator[None]:
     """Turns what reading a model's files raises into a UserError."""

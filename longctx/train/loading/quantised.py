@@ -23,7 +23,7 @@ from safetensors import safe_open
 from transformers import PretrainedConfig
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
-from longctx.errors import UserError, print_rank0
+from longctx.errors import UserError, many, print_rank0
 from longctx.families.vision import PREFIXES
 from longctx.train.loading import packed_reading
 from longctx.train.loading.packed_formats import Format, format_of
@@ -143,10 +143,10 @@ def of_preset(preset: str | None, config: PretrainedConfig) -> PretrainedConfig:
     return found
 
 
-def kept(files: Sequence[Path], config: Any, dtype: torch.dtype) -> dict[str, Any]:
+def kept(files: Sequence[Path], config: Any, dtype: Any) -> dict[str, Any]:
     """Returns an argument for `from_pretrained` of a checkpoint with this configuration whose
-    weights stay packed. Raises ValueError for a weight in FP8 that has no scale: its numbers would
-    be those of its bytes."""
+    weights stay packed, and are dense in `dtype`, for "auto" in fp32. Raises ValueError for a
+    weight in FP8 that has no scale: its numbers would be those of its bytes."""
     dtypes: dict[str, str] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
@@ -160,7 +160,8 @@ def kept(files: Sequence[Path], config: Any, dtype: torch.dtype) -> dict[str, An
         dense.add(_EXPERTS)
     form = format_of(quantization(config), dense=dense, packed=in_fp8)
     assert form is not None
-    return {"quantization_config": packed_reading.PackedReading(form, dtype)}
+    made = dtype if isinstance(dtype, torch.dtype) else torch.float32
+    return {"quantization_config": packed_reading.PackedReading(form, made)}
 
 
 def refuse_outside(name: str, unread: Iterable[str]) -> None:
@@ -168,7 +169,7 @@ def refuse_outside(name: str, unread: Iterable[str]) -> None:
     scales are `unread`: in a vision tower, or lm_head."""
     if found := sorted(tensor for tensor in unread if tensor.endswith(_SCALES)):
         raise UserError(
-            f"{name} has {len(found)} weights in FP8 outside of its decoder layers "
+            f"{name} has {many(len(found), 'weight')} in FP8 outside of its decoder layers "
             f"({found[0].removesuffix('_scale_inv')}): {_NEEDED}"
         )
 

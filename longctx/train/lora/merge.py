@@ -3,10 +3,12 @@
     longctx merge runs/lora/final --output merged
     longctx merge runs/lora/final --model ./Llama-3.1-8B --output merged --dtype float32
     longctx merge runs/qlora/final --output merged --quantize nf4
+    longctx merge runs/oss/final --output merged --keep_packed
 
 W + s B A is computed in fp32 and rounded once, to the dtype of the model's files or to `--dtype`. W
 is the model's; with `--quantize nf4` it has the values of 4 bits that a run with that flag trained
-the adapter over. Host memory: the model, and three of one weight in fp32.
+the adapter over; with `--keep_packed` what the adapter does not change stays as the model's files
+have it, in MXFP4 or FP8 (packed_merge.py). Host memory: the model, and three of one weight in fp32.
 
 Adapter and model may be a stranger's (foreign.py, train/loading/pretrained.py): no code of theirs
 runs, and what is published is whole, finite, and has a weight for every tensor of both.
@@ -26,14 +28,23 @@ from transformers import AutoConfig
 
 from longctx.errors import UserError, one_line, say
 from longctx.families.classes import as_reward_model
+from longctx.families.stand_ins import shaped_experts
 from longctx.families.vision import copy_processor
+from longctx.layer.packed_weights import packed_names, packed_state
 from longctx.packages import pip_install
 from longctx.system import expanded, installed
 from longctx.train.data.text.tokenizer import largest_id, read_tokenizer
-from longctx.train.loading.pretrained import read_config, read_model, weights_identity
+from longctx.train.loading.pretrained import (
+    files_of,
+    packed_files,
+    read_config,
+    read_model,
+    weights_identity,
+)
 from longctx.train.loading.stop_tokens import add_ends, ids_of, name_ends
 from longctx.train.loading.weight_files import forget_tie
 from longctx.train.lora.foreign import base_of_run, check_fits, read_adapter
+from longctx.train.lora.packed_merge import unpack_, write_packed
 from longctx.train.lora.quantise import round_to_nf4_
 from longctx.train.options.source import ModelSource
 from longctx.train.output.card import merged_card, write_card
@@ -60,6 +71,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="as the run that made the adapter was given",
     )
     parser.add_argument(
+        "--keep_packed",
+        action="store_true",
+        help="leave weights in MXFP4 or FP8 that the adapter does not change as they are",
+    )
+    parser.add_argument(
         "--allow_changed",
         nargs="+",
         choices=[BASE],
@@ -74,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model=args.model,
         dtype=args.dtype,
         quantize=args.quantize,
+        keep_packed=args.keep_packed,
         allow_changed=args.allow_changed,
     )
     say(f"{output}: the merged model, which from_pretrained loads")
@@ -86,9 +103,12 @@ def merge(
     model: str | None = None,
     dtype: str = "auto",
     quantize: str = "none",
+    keep_packed: bool = False,
     allow_changed: Sequence[str] = (),
 ) -> None:
     """Raises UserError for what is no adapter, does not fit its model, or would run code."""
+    if keep_packed and (quantize, dtype) != ("none", "auto"):
+        raise UserError("--keep_packed keeps values and dtypes: leave out --quantize and --dtype")
     needed = ["peft"] + ["bitsandbytes"] * (quantize == "nf4")
     if missing := [name for name in needed if not installed(name)]:
         raise UserError(f"longctx merge needs {missing[0]}: {pip_install(*missing)}")
@@ -98,8 +118,10 @@ def merge(
         raise UserError(f"{adapter} does not say which model it is of: give --model")
     with claimed(output) as staged:
         tokenizer = _tokenizer(adapter)
-        base = ModelSource(name=name, frozen=True)
+        base = ModelSource(name=name, frozen=True, keeps_packed=keep_packed)
         config = _config(adapter, base)
+        if keep_packed and not ((packed := packed_files(base, config)) and packed.form):
+            raise UserError(f"--keep_packed: {name} has no weights in MXFP4 or FP8: leave it out")
         if found.get("task_type") == "SEQ_CLS":
             as_reward_model(config)
         rows, names = check_fits(adapter, config)
@@ -111,7 +133,10 @@ def merge(
         try:
             rehearse(merged, lambda to: merged.save_pretrained(to, state_dict={}), staged.parent)
             require_space(output.parent, sum(x.nbytes for x in merged.parameters()))
-            merged.save_pretrained(staged)
+            if keep_packed:
+                write_packed(merged, *files_of(base, config), staged)
+            else:
+                merged.save_pretrained(staged)
             copy_processor(merged, staged)
             if tokenizer is not None:
                 tokenizer.save_pretrained(staged)
@@ -128,6 +153,7 @@ def merge(
 
 def _said(merged: Any, quantize: str) -> str:
     of = "" if quantize == "none" else f", of base weights rounded to {quantize}"
+    of += "".join(f", and {name} as it was" for name in packed_names(merged.parameters()))
     return f"{str(merged.dtype).removeprefix('torch.')}{of}"
 
 
@@ -174,15 +200,18 @@ def _merged(
     model = read_model(base, config, dtype=asked, attention="eager", head_follows=True)
     if rows != len(model.get_input_embeddings().weight):
         model.resize_token_embeddings(rows, mean_resizing=False)  # the adapter holds all rows
-    dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
+    weights = model.named_parameters()
+    dtypes = {name: x.dtype for name, x in weights if packed_state(x) is None}
     if quantize != "none":
         round_to_nf4_(model.get_decoder().layers)
     where = f"cannot merge {adapter} into {base.name}"
     try:
         ends = model.get_input_embeddings(), model.get_output_embeddings()
-        adapted = peft.PeftModel.from_pretrained(model, str(adapter), key_mapping=names)
+        with shaped_experts(model):
+            adapted = peft.PeftModel.from_pretrained(model, str(adapter), key_mapping=names)
         _part_ends(adapted, *ends)
         for layer in _layers(adapted):
+            unpack_(layer)
             _add_in_fp32(layer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that all is merged already
@@ -192,6 +221,8 @@ def _merged(
     except Exception as error:  # a file's values raise as many types as there are checks
         raise UserError(f"{where}: {one_line(error)}") from error
     for name, weight in merged.named_parameters():
+        if packed_state(weight) is not None:
+            continue
         weight.data = weight.data.to(dtypes.get(name, merged.dtype))
         if not weight.isfinite().all():
             raise UserError(f"{where}: {name} would not be finite in {weight.dtype}")

@@ -266,7 +266,7 @@ def changed(folder: Path, to: Path, change: Callable[[dict[str, Any]], Any]) -> 
 
 LAYER = "model.layers.1."
 EXPERTS, EXPERT = f"{LAYER}mlp.experts.", "model.layers.0.mlp.experts.2."
-NO_ROOM = "has 1 weights in FP8 outside of its decoder layers .lm_head.weight.: give the model"
+NO_ROOM = "has 1 weight in FP8 outside of its decoder layers .lm_head.weight.: give the model"
 DAMAGED: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
     "no scale": (
         "llama",
