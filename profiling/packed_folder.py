@@ -29,29 +29,47 @@ FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
-def in_fp8(folder: Path, block: tuple[int, int] | None = (32, 16)) -> dict[str, Tensor]:
+def in_fp8(
+    folder: Path, block: tuple[int, int] | None = (32, 16), *, compressed: bool = False
+) -> dict[str, Tensor]:
     """Rounds the matrices of the language model's layers in a folder, of which each `block` gets a
-    scale, or each matrix, then with one of what it multiplies, as Ministral 3 has; returns their
-    values, in fp32. All scales are random."""
+    scale (0: all columns), or each matrix, then with one of what it multiplies, as Ministral 3 has;
+    returns their values, in fp32. All scales are random. `compressed`: as compressed-tensors has
+    such files."""
     tensors, truth = load_file(folder / "model.safetensors"), {}
     for name in [n for n in tensors if n.endswith("proj.weight") and "vis" not in n]:
         weight = tensors[name].float()
-        whole = scales = torch.rand(()) + 0.5
-        if block:
-            grid = [-(-size // of) for size, of in zip(weight.shape, block, strict=True)]
-            scales = torch.rand(grid) + 0.5
-            whole = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-            whole = whole[: weight.shape[0], : weight.shape[1]]
+        sizes = [of or size for of, size in zip(block or (0, 0), weight.shape, strict=True)]
+        grid = [-(-size // of) for size, of in zip(weight.shape, sizes, strict=True)]
+        scales = (torch.rand(grid) + 0.5).bfloat16()
+        whole = scales.float().repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)
+        whole = whole[: weight.shape[0], : weight.shape[1]]
         tensors[name] = (weight / whole).to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = scales
-        if not block:
-            tensors[f"{name.removesuffix('weight')}activation_scale"] = torch.rand(())
         truth[name] = tensors[name].float() * whole
+        if not block:
+            scales = scales.view(1) if compressed else scales.view(())
+            own = "input_scale" if compressed else "activation_scale"
+            tensors[f"{name.removesuffix('weight')}{own}"] = torch.rand(())
+        tensors[f"{name}_scale" if compressed else f"{name}_scale_inv"] = scales
     rest = [n.removesuffix(".weight") for n in tensors if n.endswith(".weight") and n not in truth]
-    bits = {"weight_block_size": block and [*block], "modules_to_not_convert": rest}
-    bits["activation_scheme"] = "dynamic" if block else "static"
-    _write(folder, tensors, FP8 | bits)
+    _write(folder, tensors, _compressed(block, rest) if compressed else _fp8(block, rest))
     return truth
+
+
+def _fp8(block: tuple[int, int] | None, rest: list[str]) -> dict[str, Any]:
+    scheme = "dynamic" if block else "static"
+    sizes = {"weight_block_size": block and [*block], "activation_scheme": scheme}
+    return FP8 | sizes | {"modules_to_not_convert": rest}
+
+
+def _compressed(block: tuple[int, int] | None, rest: list[str]) -> dict[str, Any]:
+    strategy = "tensor" if block is None else "channel" if block == (1, 0) else "block"
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+    if block and strategy == "block":
+        weights["block_structure"] = [*block]
+    group = {"targets": ["Linear"], "weights": weights}
+    settings = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    return {**settings, "config_groups": {"group_0": group}, "ignore": rest}
 
 
 def in_mxfp4(folder: Path) -> dict[str, Tensor]:

@@ -7,13 +7,14 @@ weights without storage. Which formats there are, and what each run asks of them
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from longctx.errors import UserError, shortened
 from longctx.families.blocks import decoder_layers
 from longctx.families.matrices import linears, stack_names, stacks
 from longctx.layer.packed_linear import PackedLinear
@@ -86,12 +87,17 @@ class Mxfp4Files:
 
 @dataclass(frozen=True)
 class Fp8Files:
-    """Weights (O, I), also of experts, in e4m3, with a scale in fp32 for each block."""
+    """Weights (O, I), also of experts, in e4m3, with a scale for each block of a weight."""
 
-    block: tuple[int, int] | None
-    """Rows and columns that share a scale; None: all of a weight do."""
+    block: tuple[int, int]
+    """Rows and columns that share a scale; 0: all that a weight has."""
     skipped: frozenset[str] = frozenset()
     """Modules and weights in 16 bits: `0.mlp.gate` of layer 0, or a name in all layers."""
+    suffix: str = "_scale_inv"
+    only: tuple[int, ...] = ()
+    """The shape of a scale that is the only one of its weight."""
+    lists: str = "modules_to_not_convert"
+    """The key of a configuration's list of modules in 16 bits."""
 
     def holds(self, weight: Tensor, path: str) -> bool:
         names = path.split(".")
@@ -100,29 +106,30 @@ class Fp8Files:
 
     def stored(self, name: str, shape: torch.Size) -> tuple[Stored, Stored]:
         *experts, rows, columns = shape
-        grid: tuple[int, ...] = ()
-        if self.block:
-            if _TWO in name and rows // 2 % self.block[0]:
-                raise ValueError(
-                    f"{rows // 2} rows of an expert's gate are no multiple of {self.block[0]}, so "
-                    "that it shares no block with up: give a copy in bfloat16"
-                )
-            grid = -(-rows // self.block[0]), -(-columns // self.block[1])
-        scales = Stored("_scale_inv", (*experts, *grid), torch.float32)
+        high, wide = self._block(shape)
+        if experts and self.block == (0, 0):
+            raise ValueError("its experts have a scale a matrix: give a copy in bfloat16")
+        if _TWO in name and rows // 2 % high:
+            raise ValueError(
+                f"{rows // 2} rows of an expert's gate are no multiple of {high}, so that it "
+                "shares no block with up: give a copy in bfloat16"
+            )
+        grid = (-(-rows // high), -(-columns // wide)) if any(self.block) else self.only
+        scales = Stored(self.suffix, (*experts, *grid), torch.float32)
         return Stored("", tuple(shape), torch.float8_e4m3fn), scales
 
     def state(self, shape: torch.Size, dtype: torch.dtype, scale: Tensor) -> PackedState:
         if not scale.is_meta and not scale.isfinite().all():
             raise ValueError("a scale is no number")
-        rows, columns = shape[-2:]
-        if self.block is None:
-            scale = scale[..., None, None]
-        return Fp8(shape, dtype, scale, self.block or (rows, columns))
+        return Fp8(shape, dtype, scale if scale.dim() > 1 else scale.view(1, 1), self._block(shape))
 
     def drawn(self, name: str, shape: torch.Size, device: torch.device) -> tuple[Tensor, Tensor]:
         bytes_, scales = self.stored(name, shape)
         codes = torch.randn(bytes_.shape, device=device).to(bytes_.dtype).view(torch.uint8)
         return codes, torch.full(scales.shape, 0.02, dtype=scales.dtype, device=device)
+
+    def _block(self, shape: torch.Size) -> tuple[int, int]:
+        return self.block[0] or shape[-2], self.block[1] or shape[-1]
 
 
 _TWO = "gate_up"
@@ -130,29 +137,84 @@ _TWO = "gate_up"
 
 
 def format_of(
-    settings: dict[str, Any], *, dense: Iterable[str] = (), packed: Iterable[str] = ()
-) -> Format | None:
+    settings: Mapping[str, Any], *, dense: Iterable[str] = (), packed: Iterable[str] = ()
+) -> Mxfp4Files | Fp8Files | None:
     """Returns the format of a configuration's `quantization_config`; None for one that no weights
     stay in. Of files that are here, tensors are named that are `dense`, of which not every
     configuration says all, and those that are `packed`."""
     if settings.get("quant_method") == "mxfp4":
         return Mxfp4Files()
-    if settings.get("quant_method") != "fp8":
+    if (form := _fp8(settings)) is None:
         return None
-    block = settings.get("weight_block_size")
-    skipped = _in_layer([*(settings.get("modules_to_not_convert") or ()), *dense])
+    named = settings.get(form.lists) or []
+    if not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
+        raise UserError(f"config.json has {form.lists} {_shown(named)}: a list of names is needed")
+    skipped = _in_layer([*named, *dense])
     for name in _in_layer(packed):  # files are right where the configuration says otherwise
         words = name.split(".")
         skipped -= {".".join(words[:n]) for n in range(1, len(words) + 1)}
-    return Fp8Files(None if block is None else (block[0], block[1]), skipped)
+    return replace(form, skipped=skipped)
+
+
+def is_compressed(settings: Mapping[str, Any]) -> bool:
+    """Whether files are as the package compressed-tensors writes them."""
+    return settings.get("quant_method") == "compressed-tensors"
+
+
+def _fp8(settings: Mapping[str, Any]) -> Fp8Files | None:
+    """Returns the format of weights in FP8: transformers' own, or one of compressed-tensors'."""
+    if settings.get("quant_method") == "fp8":
+        sizes = settings.get("weight_block_size")
+        return Fp8Files((0, 0) if sizes is None else _two(sizes, "weight_block_size"))
+    if (weights := _compressed_weights(settings)) is None:
+        return None
+    strategy, blocks = weights.get("strategy"), {"tensor": (0, 0), "channel": (1, 0)}
+    if strategy == "block":
+        block = _two(weights.get("block_structure"), "block_structure")
+    elif (found := blocks.get(str(strategy))) is None:
+        return None
+    else:
+        block = found
+    return Fp8Files(block, suffix="_scale", only=(1,), lists="ignore")
+
+
+def _compressed_weights(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns what compressed-tensors says of weights, if all linear layers are in FP8 alike."""
+    groups = settings.get("config_groups") if is_compressed(settings) else None
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        return None
+    (group,) = groups.values()
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping) or group.get("targets") != ["Linear"]:
+        return None
+    known = {"num_bits": 8, "type": "float", "symmetric": True}
+    return weights if known == {name: weights.get(name) for name in known} else None
+
+
+def _two(sizes: Any, name: str) -> tuple[int, int]:
+    """Returns the rows and columns of a block. Raises UserError for what is none."""
+    if isinstance(sizes, list | tuple) and len(sizes) == 2:
+        rows, columns = sizes
+        if all(type(x) is int and 0 < x < 2**31 for x in (rows, columns)):
+            return rows, columns
+    raise UserError(f"config.json has {name} {_shown(sizes)}: two positive numbers are needed")
+
+
+def _shown(found: Any) -> str:
+    return shortened(repr(found), 40)
 
 
 def _in_layer(names: Iterable[str]) -> frozenset[str]:
     """Returns names as decoder layers have them, whatever is around these; none of a tower's."""
-    return frozenset(name.rpartition("layers.")[2] for name in names if not _OF_TOWER.search(name))
+    literal = (_PATTERN.sub(r"\1", name).replace("\\.", ".") for name in names)
+    ours = (name for name in literal if not _OF_TOWER.search(name))
+    return frozenset(name.rpartition("layers.")[2] for name in ours)
 
 
 _OF_TOWER = re.compile(r"(^|\.)(vision|visual|multi_modal)")
+_PATTERN = re.compile(r"^re:\.\*\.?(.*?)\$?$")
+"""compressed-tensors' pattern of all names with an ending. Others are not followed, since one of a
+stranger's may take for ever: files tell what is packed, too."""
 
 
 class Packable(NamedTuple):

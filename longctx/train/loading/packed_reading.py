@@ -25,6 +25,11 @@ _NAME = "longctx_packed"
 """The name under which transformers finds the quantizer."""
 
 
+OF_ACTIVATIONS = r"\.(activation_scale|input_scale|[kv]_scale)$"
+"""Scales by which inference rounds what layers multiply, which training does not: Ministral 3 has
+some."""
+
+
 @dataclass
 class PackedReading:
     """The `quantization_config` of `from_pretrained` that reads weights packed in a format."""
@@ -47,9 +52,12 @@ class _PackedReader(HfQuantizer):
     """The weights that the model is to have packed, as it was before the skeleton changed."""
     shapes: dict[str, tuple[int, ...]]
     """Those of the skeleton's parameters, by name."""
-    serialized_names = {"weight": ["weight", "weight_scale_inv"]}
-    """Names of one expert's tensors. From transformers 5.23 on, whatever is put together of these
-    weights is put together of their scales, too."""
+
+    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        # One expert's tensors: transformers 5.23 puts scales together as it does weights.
+        suffix = getattr(quantization_config.form, "suffix", "")
+        self.serialized_names = {"weight": ["weight", f"weight{suffix}"]}
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self.held = list(held_by(self.quantization_config.form, model))
@@ -63,9 +71,8 @@ class _PackedReader(HfQuantizer):
             for stored in found:
                 room = nn.Parameter(empty(stored), requires_grad=False)
                 owner.register_parameter(f"{held.name}{stored.suffix}", room)
-        # Scales by which inference rounds what layers multiply: Ministral 3 has some.
         ignored = model._keys_to_ignore_on_load_unexpected or ()
-        model._keys_to_ignore_on_load_unexpected = {*ignored, r"\.activation_scale$"}
+        model._keys_to_ignore_on_load_unexpected = {*ignored, OF_ACTIVATIONS}
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         return model
 

@@ -14,6 +14,7 @@ read.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,13 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 from longctx.errors import UserError, many, print_rank0
 from longctx.families.vision import PREFIXES
 from longctx.train.loading import packed_reading
-from longctx.train.loading.packed_formats import Format, format_of
+from longctx.train.loading.packed_formats import (
+    Format,
+    Fp8Files,
+    Mxfp4Files,
+    format_of,
+    is_compressed,
+)
 from longctx.train.loading.weight_files import holds_nf4, quantization
 from longctx.train.options.source import PUBLISHED, ModelSource
 
@@ -39,11 +46,11 @@ _NEEDED = "give the model that it was made from, in bfloat16 or float32"
 
 
 def packed_as(config: Any) -> str | None:
-    """Returns MXFP4 or FP8 for a checkpoint that can be made dense; None for any other."""
-    method = quantization(config).get("quant_method")
-    if method == "mxfp4":
-        return "MXFP4" if config.model_type in _IN_MXFP4 else None
-    return "FP8" if method == "fp8" else None
+    """Returns MXFP4 or FP8 for a checkpoint that can be read; None for any other."""
+    form, of_experts = format_of(quantization(config)), config.model_type in _IN_MXFP4
+    if isinstance(form, Mxfp4Files):
+        return "MXFP4" if of_experts else None
+    return None if form is None else "FP8"
 
 
 def check(source: ModelSource, config: Any, *, makes_dense: bool = True) -> None:
@@ -61,6 +68,12 @@ def check(source: ModelSource, config: Any, *, makes_dense: bool = True) -> None
         raise UserError(
             f"{source.name} is in FP8, and rounded weights cannot be trained as a whole: train "
             f"adapters over them with --lora_r, or {_NEEDED}"
+        )
+    elif is_compressed(quantization(config)) and not stays_packed(source, config):
+        raise UserError(
+            f"{source.name} is in FP8 of compressed-tensors, which stays packed and is not made "
+            "dense: use --class_type custom with --lora_r and without an engine, merge with "
+            f"--keep_packed, or {_NEEDED}"
         )
     elif not makes_dense:
         raise UserError(
@@ -152,9 +165,11 @@ def kept(files: Sequence[Path], config: Any, dtype: Any) -> dict[str, Any]:
         with safe_open(path, framework="pt") as file:
             dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}
     in_fp8 = {name for name, found in dtypes.items() if found == "F8_E4M3"}
+    form = format_of(quantization(config))
+    suffix = form.suffix if isinstance(form, Fp8Files) else ""
     for name in in_fp8:
-        if f"{name}_scale_inv" not in dtypes:
-            raise ValueError(f"{name} is in FP8 and has no {name}_scale_inv: get the files again")
+        if f"{name}{suffix}" not in dtypes:
+            raise ValueError(f"{name} is in FP8 and has no {name}{suffix}: get the files again")
     dense = dtypes.keys() - in_fp8
     if not any(f".{_EXPERTS}." in name for name in in_fp8):  # whatever their files call them
         dense.add(_EXPERTS)
@@ -167,10 +182,11 @@ def kept(files: Sequence[Path], config: Any, dtype: Any) -> dict[str, Any]:
 def refuse_outside(name: str, unread: Iterable[str]) -> None:
     """Raises UserError for weights in FP8 of model `name` where none may stay so, of which the
     scales are `unread`: in a vision tower, or lm_head."""
-    if found := sorted(tensor for tensor in unread if tensor.endswith(_SCALES)):
+    ending = re.compile(r"\.weight_scale(_inv)?$")
+    if found := sorted(tensor for tensor in unread if ending.search(tensor)):
         raise UserError(
             f"{name} has {many(len(found), 'weight')} in FP8 outside of its decoder layers "
-            f"({found[0].removesuffix('_scale_inv')}): {_NEEDED}"
+            f"({ending.sub('.weight', found[0])}): {_NEEDED}"
         )
 
 

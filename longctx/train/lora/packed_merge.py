@@ -8,6 +8,7 @@ changes weights by 1% would come out of MXFP4 with an error larger than itself.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,8 @@ from torch import Tensor
 from longctx.errors import UserError
 from longctx.layer.packed_linear import PackedLinear
 from longctx.layer.packed_weights import packed_names, packed_state
-
-_BESIDE = ("_scale_inv", ".activation_scale")
-"""What names of tensors beside a weight in FP8 have in the place of, or behind, its own ending."""
+from longctx.train.loading.packed_formats import Fp8Files, format_of
+from longctx.train.loading.packed_reading import OF_ACTIVATIONS
 
 
 def unpack_(layer: Any) -> None:
@@ -49,8 +49,11 @@ def write_packed(
         raise UserError(
             f"--keep_packed: the model's files have another name for {missing[0]}: leave it out"
         )
-    unpacked = {name for name in changed if f"{name}_scale_inv" in there}
-    dropped = {name for name in there if _owner(name) in unpacked}
+    form = format_of(settings)
+    suffix = form.suffix if isinstance(form, Fp8Files) else ""
+    unpacked = {name for name in changed if suffix and f"{name}{suffix}" in there}
+    dropped = {f"{name}{suffix}" for name in unpacked}
+    dropped |= {x for x in there if re.search(OF_ACTIVATIONS, x) and _weight(x) in unpacked}
     places: dict[str, str] = {}
     nbytes = 0
     folder.mkdir(exist_ok=True)
@@ -71,10 +74,12 @@ def _write_config(
     merged.config.save_pretrained(folder)
     if getattr(merged, "generation_config", None) is not None:
         merged.generation_config.save_pretrained(folder)
+    form = format_of(settings)
+    lists = form.lists if isinstance(form, Fp8Files) else "modules_to_not_convert"
     dense = [name.removesuffix(".weight") for name in sorted(unpacked)]
-    skipped = [*(settings.get("modules_to_not_convert") or ()), *dense]
+    skipped = [*(settings.get(lists) or ()), *dense]
     written = json.loads((folder / "config.json").read_text())
-    written["quantization_config"] = {**settings, "modules_to_not_convert": skipped}
+    written["quantization_config"] = {**settings, lists: skipped}
     (folder / "config.json").write_text(json.dumps(written, indent=2))
 
 
@@ -93,9 +98,6 @@ def _tensors(
                 yield name, file.get_tensor(name) if x is None else x.contiguous()
 
 
-def _owner(name: str) -> str | None:
-    """Returns the weight that a tensor of the files is beside."""
-    for ending in _BESIDE:
-        if name.endswith(ending):
-            return name.removesuffix(ending) + (".weight" if ending[0] == "." else "")
-    return None
+def _weight(name: str) -> str:
+    """Returns the weight whose inputs a scale of the files rounds."""
+    return f"{name.rpartition('.')[0]}.weight"

@@ -82,8 +82,10 @@ def load_config(
         config = _preset_config(preset, vocab_size, special_ids or {})
         note_preset(preset, config, in_nf4=args.quantize != "none")
     else:
-        source = replace(args.source, flag=flag, frozen=args.source.frozen or frozen)
-        config = read_config(source, makes_dense=(engine or Plain()).makes_dense)
+        engine = engine or Plain()
+        source = args.source.under(shards=engine.shards_states)
+        source = replace(source, flag=flag, frozen=source.frozen or frozen)
+        config = read_config(source, makes_dense=engine.makes_dense)
         if is_classifier(config) and not rewards:
             print_rank0(
                 f"{args.model_name_or_path} is a classifier or a model of rewards: it is read as a "

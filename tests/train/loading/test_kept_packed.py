@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_layer import PACKED, batch, gradients
-from small_packed import saved_in_fp8, saved_in_mxfp4, vision_saved_in_fp8
+from small_packed import made_dense, saved_in_fp8, saved_in_mxfp4, vision_saved_in_fp8
 from torch import nn
 
 import longctx
@@ -49,6 +49,10 @@ FOLDERS: dict[str, tuple[Save, int]] = {
         partial(saved_in_fp8, family="granitemoehybrid-experts", block=(8, 8)),
         8,
     ),
+    "a scale a row": (
+        partial(saved_in_fp8, family="qwen3_moe", block=(1, 0), compressed=True),
+        19,
+    ),
     "mistral3": (partial(vision_saved_in_fp8, kind="mistral3", block=None), 21),
     "gemma3": (partial(vision_saved_in_fp8, kind="gemma3", block=(16, 8)), 21),
     "qwen3_5": (partial(vision_saved_in_fp8, kind="qwen3_5", block=(8, 8)), 15),
@@ -72,10 +76,11 @@ def folder_of(tmp_path_factory) -> Callable[[str], Path]:
 
 
 def read(folder: Path, dtype: torch.dtype, *, keeps: bool) -> Any:
-    where = ModelSource(name=str(folder), frozen=True, keeps_packed=keeps)
+    compressed = "compressed" in (folder / "config.json").read_text()
+    where = ModelSource(name=str(folder), frozen=True, keeps_packed=keeps or compressed)
     model = read_model(where, read_config(where), dtype=dtype, attention="eager").to(DEVICE)
     move_scales(model)
-    return model
+    return model if keeps else made_dense(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -83,7 +88,8 @@ def read(folder: Path, dtype: torch.dtype, *, keeps: bool) -> Any:
 def test_what_is_read_are_the_dense_weights(case, dtype, folder_of, capsys) -> None:
     folder = folder_of(case)
     truth = dict(read(folder, dtype, keeps=False).named_parameters())
-    assert f"{folder} is in " in (said := capsys.readouterr().out) and "made dense" in said
+    if case != "a scale a row":
+        assert f"{folder} is in " in (said := capsys.readouterr().out) and "made dense" in said
     model = read(folder, dtype, keeps=True)
     assert "stay so under adapters, and are dense layer by layer" in capsys.readouterr().out
     assert not hasattr(model.config, "quantization_config") and not model.is_quantized
@@ -94,6 +100,32 @@ def test_what_is_read_are_the_dense_weights(case, dtype, folder_of, capsys) -> N
         assert made.dtype == dtype and torch.equal(made, truth[name]), name
     packed = [weight for weight in found.values() if packed_state(weight) is not None]
     assert len(packed) == FOLDERS[case][1] and not any(w.requires_grad for w in packed)
+
+
+@pytest.mark.parametrize("block", [(1, 0), (16, 8), None])
+@pytest.mark.parametrize("family", ["llama", "glm4_moe"])
+def test_fp8_of_compressed_tensors_is_read(family, block, tmp_path) -> None:
+    """With a scale a row, a block or a matrix; no run makes such files dense."""
+    truth = saved_in_fp8(tmp_path, family, block, compressed=True)
+    if family == "glm4_moe" and block is None:
+        with pytest.raises(UserError, match="gate_up_proj: its experts have a scale a matrix"):
+            read(tmp_path, torch.float32, keeps=True)
+        return
+    model = read(tmp_path, torch.float32, keeps=True)
+    for name, weight in model.named_parameters():
+        path, _, own = name.rpartition(".")
+        if packed_state(weight) is None:
+            assert name not in truth
+        elif own == "weight":
+            assert torch.equal(dense(weight).cpu(), truth[name]), name
+        else:
+            parts = ("gate_proj", "up_proj") if own == "gate_up_proj" else ("down_proj",)
+            for expert, found in enumerate(dense(weight).cpu()):
+                wanted = torch.cat([truth[f"{path}.{expert}.{part}.weight"] for part in parts])
+                assert torch.equal(found, wanted), name
+    where = ModelSource(name=str(tmp_path), frozen=True)
+    with pytest.raises(UserError, match="FP8 of compressed-tensors, which stays packed and is not"):
+        read_config(where)
 
 
 def adapted(model: Any, *, dora: bool) -> Any:
@@ -186,7 +218,7 @@ def test_a_plan_counts_the_bytes_that_are_read(case, folder_of, monkeypatch) -> 
     for args_of, shards in ((replace(args, class_type="vanilla"), False), (args, True)):
         if args_of.class_type == "vanilla" and case in ("gpt_oss", "qwen3_next", "qwen3_5"):
             continue  # which no plan knows
-        if case.startswith("granite"):
+        if case.startswith("granite") or case == "a scale a row":
             continue
         plain = Subject(config, args_of, shards=shards)
         assert not any(packed_state(p) for p in plain.model.parameters())

@@ -103,6 +103,45 @@ SAYS: dict[str, tuple[str, dict[str, Any], list[str], str]] = {
 }
 
 
+NO_BLOCK = "two positive numbers are needed"
+ROWS: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": dict(num_bits=8, type="float", symmetric=True, strategy="channel"),
+        }
+    },
+}
+
+
+def of_rows(**changes: Any) -> dict[str, Any]:
+    """compressed-tensors' settings with other words about weights."""
+    group = ROWS["config_groups"]["group_0"]
+    return ROWS | {"config_groups": {"a": group | {"weights": group["weights"] | changes}}}
+
+
+SAYS |= {
+    "a block of one number": ("llama", FP8 | {"weight_block_size": [128]}, LORA, NO_BLOCK),
+    "a block of nothing": ("llama", FP8 | {"weight_block_size": [0, 128]}, LORA, NO_BLOCK),
+    "a block of words": ("llama", FP8 | {"weight_block_size": ["a" * 999, 1]}, LORA, NO_BLOCK),
+    "no names": ("llama", FP8 | {"modules_to_not_convert": [3]}, LORA, "a list of names is needed"),
+    "no list": ("llama", ROWS | {"ignore": {"a": 1}}, LORA, "ignore .*: a list of names is needed"),
+    "no structure": ("llama", of_rows(strategy="block"), LORA, NO_BLOCK),
+    "int4": ("llama", of_rows(num_bits=4, type="int"), LORA, "does not read: give"),
+    "groups of weights": ("llama", of_rows(strategy="group"), LORA, "does not read: give"),
+    "no groups": ("llama", ROWS | {"config_groups": ["a"]}, LORA, "does not read: give"),
+    "empty groups": ("llama", ROWS | {"config_groups": {}}, LORA, "does not read: give"),
+    "a group of nothing": ("llama", ROWS | {"config_groups": {"a": 1}}, LORA, "not read: give"),
+    "rows for Hugging Face's layers": (
+        *("llama", ROWS, [*LORA, "--class_type", "vanilla"]),
+        "FP8 of compressed-tensors, which stays packed and is not made dense",
+    ),
+    "rows as a whole": ("llama", ROWS, [], "FP8, and rounded .* as a whole: .* with --lora_r"),
+    "rows under ZeRO-3": ("llama", ROWS, [*LORA, *ZERO3], "stays packed and is not made dense"),
+}
+
+
 @pytest.mark.parametrize("case", SAYS)
 def test_a_run_and_its_plan_refuse_the_same(case, tmp_path, capsys) -> None:
     """With one line of the same words, before any weight is looked for: the folder has none."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_packed import saved_in_fp8, saved_in_mxfp4
+from small_packed import made_dense, saved_in_fp8, saved_in_mxfp4
 from transformers import AutoModelForCausalLM
 
 from longctx.errors import UserError
@@ -27,6 +27,7 @@ BASES: dict[str, Any] = {
     "llama": partial(saved_in_fp8, family="llama"),
     "llama, a scale a matrix": partial(saved_in_fp8, family="llama", block=None),
     "qwen3_moe": partial(saved_in_fp8, family="qwen3_moe", block=(8, 16)),
+    "a scale a row": partial(saved_in_fp8, family="qwen3_moe", block=(1, 0), compressed=True),
     "gpt_oss": partial(saved_in_mxfp4, intermediate_size=96),
 }
 
@@ -44,10 +45,15 @@ def bases(tmp_path_factory) -> Any:
     return base
 
 
+def read(folder: Path) -> Any:
+    """The model of a folder, dense in fp32."""
+    where = ModelSource(name=str(folder), frozen=True, keeps_packed=True)
+    return made_dense(read_model(where, read_config(where), dtype=torch.float32, attention="eager"))
+
+
 def adapter_over(base: Path, folder: Path, **how: Any) -> Path:
     """A random adapter, saved by PEFT, with weights large enough to show in 16 bits."""
-    where = ModelSource(name=str(base), frozen=True)
-    model = read_model(where, read_config(where), dtype=torch.float32, attention="eager")
+    model = read(base)
     torch.manual_seed(1)
     config = peft.LoraConfig(r=4, target_modules=ATTENTION, task_type="CAUSAL_LM", **how)
     adapted = peft.get_peft_model(model, config)
@@ -59,21 +65,18 @@ def adapter_over(base: Path, folder: Path, **how: Any) -> Path:
     return folder
 
 
-def dense_weights(folder: Path, dtype: Any = torch.float32) -> dict[str, torch.Tensor]:
-    where = ModelSource(name=str(folder), frozen=True)
-    model = read_model(where, read_config(where), dtype=dtype, attention="eager")
-    return dict(model.named_parameters())
-
-
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("case", BASES)
 def test_what_an_adapter_does_not_change_has_its_bytes(case, dora, bases, tmp_path) -> None:
     base = bases(case)
     adapter = adapter_over(base, tmp_path / "adapter", use_dora=dora)
     merge(adapter, tmp_path / "kept", keep_packed=True)
-    merge(adapter, tmp_path / "dense", dtype="float32")
+    read(base).save_pretrained(tmp_path / "base")
+    merge(adapter, tmp_path / "dense", model=str(tmp_path / "base"), dtype="float32")
     before, after = (load_file(folder / SAFE) for folder in (base, tmp_path / "kept"))
-    endings = [f".{x}.{end}" for x in ATTENTION for end in ("weight", "activation_scale")]
+    endings = [
+        f".{x}.{end}" for x in ATTENTION for end in ("weight", "activation_scale", "input_scale")
+    ]
     changed = {name for name in before if any(end in name for end in endings)}
     assert changed and before.keys() - changed <= after.keys() <= before.keys()
     for name in before.keys() - changed:
@@ -84,8 +87,8 @@ def test_what_an_adapter_does_not_change_has_its_bytes(case, dora, bases, tmp_pa
     for name in after.keys() & changed:
         assert after[name].dtype == torch.bfloat16
         assert torch.equal(after[name], truth[name].to(torch.bfloat16)), name
-        assert f"{name}_scale_inv" not in after
-    found, theirs = dense_weights(tmp_path / "kept"), dense_weights(base)
+        assert not any(other.startswith(f"{name}_scale") for other in after)
+    found, theirs = (dict(read(x).named_parameters()) for x in (tmp_path / "kept", base))
     for name, weight in found.items():
         wanted = after[name].float() if name in changed else theirs[name]
         assert torch.equal(weight, wanted), name
