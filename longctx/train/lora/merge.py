@@ -133,7 +133,7 @@ def merge(
         try:
             rehearse(merged, lambda to: merged.save_pretrained(to, state_dict={}), staged.parent)
             require_space(output.parent, sum(x.nbytes for x in merged.parameters()))
-            if keep_packed:
+            if packed_names(merged.parameters()):
                 write_packed(merged, *files_of(base, config), staged)
             else:
                 merged.save_pretrained(staged)

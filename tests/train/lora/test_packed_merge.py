@@ -55,7 +55,8 @@ def adapter_over(base: Path, folder: Path, **how: Any) -> Path:
     """A random adapter, saved by PEFT, with weights large enough to show in 16 bits."""
     model = read(base)
     torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, target_modules=ATTENTION, task_type="CAUSAL_LM", **how)
+    options = {"r": 4, "target_modules": ATTENTION, "task_type": "CAUSAL_LM", **how}
+    config = peft.LoraConfig(**options)
     adapted = peft.get_peft_model(model, config)
     for name, x in adapted.named_parameters():
         if "lora_B" in name:
@@ -115,6 +116,15 @@ def test_transformers_reads_it_and_so_does_a_run(bases, tmp_path) -> None:
     where = ModelSource(name=str(tmp_path / "kept"), frozen=True, keeps_packed=True)
     read_model(where, read_config(where), dtype=torch.bfloat16, attention="eager")
     assert "MXFP4 as it was" in (tmp_path / "kept" / "README.md").read_text()
+
+
+def test_a_model_of_which_nothing_stays_packed_is_an_ordinary_one(bases, tmp_path) -> None:
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    adapter = adapter_over(bases("llama"), tmp_path / "adapter", target_modules=layers)
+    merge(adapter, tmp_path / "merged", keep_packed=True)
+    assert "quantization_config" not in (tmp_path / "merged" / "config.json").read_text()
+    saved = load_file(tmp_path / "merged" / SAFE)
+    assert {x.dtype for x in saved.values()} == {torch.bfloat16}
 
 
 def test_what_cannot_stay_is_refused(bases, tmp_path) -> None:
