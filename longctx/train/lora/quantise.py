@@ -37,9 +37,8 @@ def check_quantize(args: ModelArguments) -> None:
 
 
 def check_experts(args: ModelArguments, config: PretrainedConfig) -> None:
-    """Raises UserError for a model whose experts, most of its weights, would stay in 16 bits: in
-    Hugging Face's layers, which know no others, and in a checkpoint that is in 4 bits already, by a
-    program that quantises linear maps alone."""
+    """Raises UserError for a model whose experts, most of its weights, would stay in 16 bits, as
+    Hugging Face's layers know no others."""
     if args.quantize == "none" or (skeleton := without_storage(config)) is None:
         return
     layers: Any = decoder_layers(skeleton)
@@ -51,11 +50,15 @@ def check_experts(args: ModelArguments, config: PretrainedConfig) -> None:
             f"--quantize nf4: {where}, which only --class_type custom without --parts has in 4 "
             "bits: use that, or leave out --quantize"
         )
-    if quantization(config):
-        raise UserError(
-            f"{args.model_name_or_path} is in 4 bits, but {where}, which bitsandbytes leaves as it "
-            "is: give the model that it was made from"
-        )
+
+
+def leaves_experts(config: PretrainedConfig) -> bool:
+    """Whether a checkpoint is in 4 bits already but for its experts, which bitsandbytes leaves in
+    16: a run quantises them once they are read into host memory."""
+    if not holds_nf4(config) or (skeleton := without_storage(config)) is None:
+        return False
+    layers: Any = decoder_layers(skeleton)
+    return bool(stacks(layers))
 
 
 class Packed(NamedTuple):
@@ -93,7 +96,7 @@ def resting_place(
         return device
     quantise_shapes_(shapes)
     packed = packed_bytes(shapes)
-    if not waits_on_host(packed, free_gpu_bytes(device)):
+    if not (leaves_experts(config) or waits_on_host(packed, free_gpu_bytes(device))):
         return device
     print_rank0(
         f"{packed.nbytes / GIB:.1f} GiB of weights in 4 bits are packed on the GPU one by one and "
@@ -164,11 +167,18 @@ def quantise_(model: Any, device: torch.device, rests: torch.device | None = Non
             made.bias.data = made.bias.data.to(rests)
         parent, _, name = path.rpartition(".")
         setattr(layers.get_submodule(parent), name, made)
+    quantise_experts_(model, device, rests)
+    model.is_loaded_in_4bit = True  # PEFT looks for it
+
+
+def quantise_experts_(model: Any, device: torch.device, rests: torch.device) -> None:
+    """Quantises the weights of experts, one after the other on `device`, from where they go to
+    `rests`."""
+    layers: Any = decoder_layers(model)
     for owner in stacks(layers).values():
         for name in stack_names(owner):
             packed = in_nf4(owner.get_parameter(name).data, device)
             setattr(owner, name, move_(packed, rests))
-    model.is_loaded_in_4bit = True  # PEFT looks for it
 
 
 def round_to_nf4_(layers: nn.Module) -> None:
@@ -192,4 +202,5 @@ def quantise_shapes_(model: Any) -> None:
             linear.weight = shape_in_nf4(linear.weight, double)
     for owner in stacks(layers).values():
         for name in stack_names(owner):
-            setattr(owner, name, shape_in_nf4(owner.get_parameter(name), double))
+            # Those of a checkpoint, too, are quantised by the run.
+            setattr(owner, name, shape_in_nf4(owner.get_parameter(name), double=True))

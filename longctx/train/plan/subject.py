@@ -48,7 +48,12 @@ from longctx.train.engines.layout import Layout
 from longctx.train.loading.packed_formats import pack_shapes_
 from longctx.train.loading.pretrained import packed_files
 from longctx.train.lora.peft_adapters import with_lora
-from longctx.train.lora.quantise import packed_bytes, quantise_shapes_, waits_on_host
+from longctx.train.lora.quantise import (
+    leaves_experts,
+    packed_bytes,
+    quantise_shapes_,
+    waits_on_host,
+)
 from longctx.train.lora.shapes import with_lora_shapes
 from longctx.train.options.config import ModelArguments
 from longctx.train.plan.any_layers import AnyLayers
@@ -203,6 +208,7 @@ class Subject:
         if self.packed and self.packed.form:
             pack_shapes_(self.model, self.packed.form)
         if self.quantised:
+            self._experts_bytes = self._made_bytes if leaves_experts(self.whole) else 0
             quantise_shapes_(self.model)
             self._in_4_bits = packed_bytes(self.model)
         if args.lora_r is not None:
@@ -242,6 +248,8 @@ class Subject:
         if not self.quantised:
             return self._made_bytes
         packed = self._in_4_bits
+        if self._experts_bytes:
+            return self._experts_bytes + packed.nbytes
         waits = waits_on_host(packed, gpu_bytes)
         return packed.nbytes + packed.largest if waits else 0
 

@@ -52,6 +52,7 @@ from longctx.train.lora.quantise import (
     compute_in_,
     leave_waiting_,
     quantise_,
+    quantise_experts_,
     quantised_loading,
     resting_place,
 )
@@ -250,6 +251,7 @@ def _with_weights(
             vars(model).pop("_weight_conversions", None)
         if holds_nf4(config):
             compute_in_(model, dtype)
+            quantise_experts_(model, device, rests)
     if quantises:
         quantise_(model, device, rests)
     if rests != device:
