@@ -11,6 +11,8 @@ peaks.
     python profiling/bench/step_bench.py --cases lora --output profiling/results/h200_lora_step.json
     python profiling/bench/step_bench.py --cases experts --repeats 1 \
         --output profiling/results/h200_experts_step.json -- --lr_scheduler_type constant
+    python profiling/bench/step_bench.py --cases published --repeats 1 \
+        --output profiling/results/h200_published.json -- --lr_scheduler_type constant
     python profiling/bench/step_bench.py --cases dpo --output profiling/results/h200_dpo_step.json
     python profiling/bench/step_bench.py --cases longest \
         --output profiling/results/h200_longest_step.json
@@ -34,10 +36,10 @@ steps of that length, `host_gib` what the run's processes hold of the host (memo
 control group of `cgroup_gib` where it was held to one (profiling/in_cgroup.py); `alloc_retries`
 counts how often in a step the allocator was full and gave back what it held without using it, which
 stops the GPU. `lora` is the rank of adapters on all linear maps (0: all weights train), `quantize`
-the weights under them; such rows have no MFU. Without a GPU (`gpus=0`) there is none either, and
-the only peak is the process' own (`peak_host_gib`). `tokens` counts one row, which
-`sequence_parallel` GPUs share, `tokens_per_s` the tokens of all GPUs, `mfu` is of each. Peers share
-rows by accelerate's Ulysses: with an engine of DeepSpeed and `backend=sdpa` or `fa2`.
+the weights under them, `packed` their format; such rows have no MFU. Without a GPU (`gpus=0`) there
+is none either, and the only peak is the process' own (`peak_host_gib`). `tokens` counts one row,
+which `sequence_parallel` GPUs share, `tokens_per_s` the tokens of all GPUs, `mfu` is of each. Peers
+share rows by accelerate's Ulysses: with an engine of DeepSpeed and `backend=sdpa` or `fa2`.
 
 `task=dpo` trains rows that are a prompt with two answers of `answer` tokens each; `reference_s` is
 what a reference's pass over such a row takes, once.
@@ -100,6 +102,8 @@ EXACT = dict(engine="plain", offload="auto", backend="fa4")
 LORA, NF4 = dict(lora=16), dict(lora=16, quantize="nf4")
 MIXTURE = dict(**EXACT, lora=16, preset="qwen3-30b-a3b", layers=48)
 PEER = dict(engine="plain", **LIGER)
+OSS = dict(lora=16, preset="gpt-oss-20b")
+OSS_120B = dict(lora=16, preset="gpt-oss-120b", layers=36)
 HYBRID = dict(lora=16, preset="qwen3.5-9b", layers=32)
 ANY = dict(engine="plain", lora=16, tokens=32768)
 MOONLIGHT = dict(**ANY, preset="moonlight-16b-a3b", layers=27)
@@ -158,7 +162,13 @@ PUBLISHED: dict[str, list[Case]] = {
         dict(**MIXTURE, tokens=8192),
         dict(**MIXTURE, tokens=131072, gpu_gib=40, host_memory_gib=150),
         dict(**MIXTURE, quantize="nf4", tokens=131072, gpu_gib=20, host_memory_gib=110),
-        dict(**EXACT, lora=16, preset="gpt-oss-20b", layers=24, tokens=131072),
+        dict(**EXACT, **OSS, layers=24, tokens=131072),
+    ],
+    "published": [  # bases as they are published, and NF4 beside FP8
+        dict(**EXACT, **OSS, layers=24, tokens="8192+131072", gpu_gib=24, host_memory_gib=66),
+        dict(**EXACT, **OSS_120B, tokens=131072, gpu_gib=24, host_memory_gib=120),
+        dict(**EXACT, lora=16, preset="qwen3-8b-fp8", layers=36, tokens="2048+8192+131072"),
+        dict(**EXACT, **NF4, preset="qwen3-8b", layers=36, tokens="2048+8192+131072"),
     ],
     "hybrids": [  # peers' mixers run flash-linear-attention, too
         *(dict(**EXACT, **HYBRID, tokens=tokens, gpu_gib=24) for tokens in (65536, 131072)),
@@ -262,7 +272,7 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
             watch = Stopwatch(trainer.args.device, steps_done)
             trainer.add_callback(PhaseMarks(trainer, watch.mark))
             trainer.train()
-            free |= reference_seconds(trainer)
+            free |= reference_seconds(trainer) | packed_as(trainer.model)
     history = trainer.state.log_history if steps_done else []
     losses = [line["loss"] for line in history if "loss" in line]
     measured = list(zip(schedule, steps_done, losses, strict=False))[1:]
@@ -275,6 +285,14 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
     for length in lengths[len(rows) :][:1]:  # the first that failed; longer ones were not tried
         rows.append({**row_keys(case), "tokens": length, "status": "oom"})
     return rows
+
+
+def packed_as(model: Any) -> dict[str, str]:
+    """The format of frozen weights that are packed; nothing for a model without any."""
+    from longctx.layer.packed_weights import packed_names
+
+    names = packed_names(model.parameters())
+    return {"packed": ", ".join(names)} if names else {}
 
 
 def reference_seconds(trainer: Any) -> dict[str, float]:

@@ -52,6 +52,7 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
+PAIRS = ["--task", "dpo", "--seq_len", "256", "--train_file", "pairs.jsonl"]
 ATTENTION = ["--lora_targets", "q_proj", "v_proj"]
 RUNS = {
     "FP8": ("FP8", []),
@@ -59,6 +60,8 @@ RUNS = {
     "FP8, DoRA": ("FP8", ["--use_dora", "true"]),
     "MXFP4": ("MXFP4", []),
     "MXFP4, on the host": ("MXFP4", ["--place", "host"]),
+    "FP8, pairs": ("FP8", PAIRS),
+    "MXFP4, pairs": ("MXFP4", [*PAIRS, "--place", "host"]),
     "MXFP4, attention": ("MXFP4", [*ATTENTION, "--gradient_accumulation_steps", "2"]),
 }
 
@@ -68,6 +71,12 @@ def test_a_run_learns_what_one_over_dense_weights_does(
     case, flags_over, tmp_path, monkeypatch, capsys
 ) -> None:
     form, more = RUNS[case]
+    pairs = [
+        {"prompt": f"Question {i}? " * 5, "chosen": f"Yes, {i}. " * 6, "rejected": "No. " * i}
+        for i in range(1, 13)
+    ]
+    monkeypatch.chdir(tmp_path)
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     flags, found = flags_over(form), []
     for keeps in (True, False):
         if not keeps:
