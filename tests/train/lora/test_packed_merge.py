@@ -21,6 +21,7 @@ from longctx.train.lora.merge import merge
 from longctx.train.options.source import ModelSource
 
 peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.usefixtures("plain_kernels")
 SAFE = "model.safetensors"
 ATTENTION = ["q_proj", "v_proj", "o_proj"]
 BASES: dict[str, Any] = {
