@@ -449,7 +449,7 @@ def _adapters(inputs: Inputs) -> Iterator[Case]:
 def _packed_bases(inputs: Inputs) -> Iterator[Case]:
     """Adapters over checkpoints as they are published: a run, one on the host, and the merge of the
     first into 16 bits; and over FP8 that is made dense for Hugging Face's layers."""
-    stays = (SCHEDULE, "stay so under adapters", "on the host: weights")
+    stays = (SCHEDULE, "stay so, frozen", "on the host: weights")
     dense = ("weights are made dense",)
     host, dora = ("--place", "host"), ("--use_dora", "true")
     vanilla = ("--class_type", "vanilla")

@@ -222,7 +222,7 @@ def keep_packed_(model: Any, name: str, packed: str) -> None:
     vars(model).pop("_weight_conversions", None)
     packed_reading.finish_(model)
     whose = "its experts stay" if packed == "MXFP4" else "its weights stay"
-    print_rank0(f"{name} is in {packed}: {whose} so under adapters, and are dense layer by layer")
+    print_rank0(f"{name} is in {packed}: {whose} so, frozen, and are dense layer by layer")
 
 
 def made_dense_(model: Any, name: str, packed: str, dtype: Any) -> None:

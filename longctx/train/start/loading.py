@@ -84,8 +84,7 @@ def load_config(
         note_preset(preset, config, in_nf4=args.quantize != "none")
     else:
         engine = engine or Plain()
-        source = args.source.under(shards=engine.shards_states)
-        source = replace(source, flag=flag, frozen=source.frozen or frozen)
+        source = replace(_source(args, engine, frozen=frozen), flag=flag)
         config = read_config(source, makes_dense=engine.makes_dense)
         if is_classifier(config) and not rewards:
             print_rank0(
@@ -197,7 +196,7 @@ def load_model(
     """
     check_request(args, device)
     dtype = _dtype(args.dtype, device)
-    model = _with_weights(args, config, dtype, device, engine or Plain())
+    model = _with_weights(args, config, dtype, device, engine or Plain(), frozen=bool(role))
     keep_layout_(model)
     of_tower = _train_towers(model, args, with_images=with_images)
     if args.class_type != "any":  # whose patch does it
@@ -217,18 +216,28 @@ def load_model(
     return model
 
 
+def _source(args: ModelArguments, engine: Engine, *, frozen: bool) -> ModelSource:
+    """Returns where a model comes from that trains, or that is `frozen`, as a reference is."""
+    source = args.source
+    if frozen:
+        source = replace(source, frozen=True, keeps_packed=args.schedules)
+    return source.under(shards=engine.shards_states)
+
+
 def _with_weights(
     args: ModelArguments,
     config: PretrainedConfig,
     dtype: torch.dtype,
     device: torch.device,
     engine: Engine,
+    *,
+    frozen: bool,
 ) -> Any:
     """Returns the model with its weights, random or read, in 4 bits if asked for."""
     attention = attention_name(args, config, device)
     rests = resting_place(args, config, dtype, device)
     quantises = args.quantize != "none"
-    source = args.source.under(shards=engine.shards_states)
+    source = _source(args, engine, frozen=frozen)
     if source.name is None and (packed := packed_files(source, config)) and packed.form:
         print_rank0(f"--preset {source.preset}: random weights in {packed.name}, as its files are")
         return random_packed(config, packed.form, device, dtype=dtype, attention=attention)

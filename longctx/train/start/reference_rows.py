@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from longctx.errors import UserError
+from longctx.families.blocks import move_scales
 from longctx.system import expanded
 from longctx.train.data.pack.cache import digest
 from longctx.train.engines import Engine
@@ -112,6 +113,7 @@ class References:
             args, config, device=device, engine=engine, role="reference", with_images=with_images
         )
         model.to(self.args.device)
+        move_scales(model)
         self.task.attach(model)
         found = self._added(rows, model, engine)
         del model

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from longctx.constants import GIB
 from longctx.cost.sizes import Batch
 from longctx.errors import UserError, many, print_rank0
-from longctx.families.blocks import move_buffers, state_blocks
+from longctx.families.blocks import move_buffers, move_scales, state_blocks
 from longctx.memory.decide import decide, gpu_budget
 from longctx.memory.ladder import Budget, Step
 from longctx.memory.machine import host_budget, host_share_bytes
@@ -106,7 +106,8 @@ def load_teacher(
     if name := broken_weight(model):
         raise UserError(f"--teacher {args.teacher}: its weight {name} is not finite: get it again")
     if not moves:
-        return Teacher(model.to(device), lambda: None)
+        move_scales(model.to(device))
+        return Teacher(model, lambda: None)
     move_buffers(model, device)
     specs = state_blocks(model, movable=True, head_movable=False)
     free = gpu_budget(free_gpu_bytes(device), args.gpu_memory_gib)

@@ -91,7 +91,7 @@ def test_what_is_read_are_the_dense_weights(case, dtype, folder_of, capsys) -> N
     if case != "a scale a row":
         assert f"{folder} is in " in (said := capsys.readouterr().out) and "made dense" in said
     model = read(folder, dtype, keeps=True)
-    assert "stay so under adapters, and are dense layer by layer" in capsys.readouterr().out
+    assert "stay so, frozen, and are dense layer by layer" in capsys.readouterr().out
     assert not hasattr(model.config, "quantization_config") and not model.is_quantized
     found = dict(model.named_parameters())
     assert found.keys() == truth.keys()

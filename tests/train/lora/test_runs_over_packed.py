@@ -53,6 +53,17 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
 
 
 PAIRS = ["--task", "dpo", "--seq_len", "256", "--train_file", "pairs.jsonl"]
+
+
+def write_pairs() -> None:
+    """Writes what PAIRS names into the working directory."""
+    pairs = [
+        {"prompt": f"Question {i}? " * 5, "chosen": f"Yes, {i}. " * 6, "rejected": "No. " * i}
+        for i in range(1, 13)
+    ]
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+
+
 ATTENTION = ["--lora_targets", "q_proj", "v_proj"]
 RUNS = {
     "FP8": ("FP8", []),
@@ -71,12 +82,8 @@ def test_a_run_learns_what_one_over_dense_weights_does(
     case, flags_over, tmp_path, monkeypatch, capsys
 ) -> None:
     form, more = RUNS[case]
-    pairs = [
-        {"prompt": f"Question {i}? " * 5, "chosen": f"Yes, {i}. " * 6, "rejected": "No. " * i}
-        for i in range(1, 13)
-    ]
     monkeypatch.chdir(tmp_path)
-    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    write_pairs()
     flags, found = flags_over(form), []
     for keeps in (True, False):
         if not keeps:
@@ -115,3 +122,29 @@ def test_it_is_resumed_reported_and_merged(form, flags_over, tmp_path) -> None:
     saved = load_file(merged / "model.safetensors")
     assert not any("scale" in n or x.element_size() < 2 for n, x in saved.items())
     assert "quantization_config" not in (merged / "config.json").read_text()
+
+
+OTHERS = {
+    "a teacher": ["--task", "distill", "--teacher"],
+    "a reference": [*PAIRS, "--reference"],
+}
+
+
+@pytest.mark.parametrize("form", ["FP8", "MXFP4"])
+@pytest.mark.parametrize("case", OTHERS)
+def test_models_that_do_not_train_stay_packed(
+    case, form, flags_over, tmp_path, monkeypatch, capsys
+) -> None:
+    """A student over 16 bits learns what it does beside the dense one."""
+    flags, other = prepare(tmp_path / "student"), str(base_of(flags_over(form)))
+    monkeypatch.chdir(tmp_path)
+    write_pairs()
+    words, found = [*flags, "--max_steps", "3", *OTHERS[case], other], []
+    for keeps in (True, False):
+        if not keeps:
+            monkeypatch.setattr(quantised, "stays_packed", lambda source, config: False)
+        more = ["--cache_dir", str(tmp_path / f"cache {keeps}")]
+        found.append([line["loss"] for line in run(words, tmp_path / str(keeps), *more)])
+        said = capsys.readouterr().out
+        assert (f"is in {form}: " in said) and ("made dense" in said) != keeps
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
