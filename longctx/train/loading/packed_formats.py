@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -250,9 +251,20 @@ def put_(model: Any, held: Packable, data: Tensor, state: PackedState) -> None:
     setattr(owner, held.name, weight)
 
 
+@contextmanager
+def named(held: Packable) -> Iterator[None]:
+    """Has a ValueError name the weight."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"layers.{held.path}.{held.name}: {error}") from None
+
+
 def pack_shapes_(model: Any, form: Format) -> None:
-    """Packs the weights of a model without storage, for arithmetic."""
+    """Packs the weights of a model without storage, for arithmetic. Raises ValueError, which names
+    a weight that the format's blocks do not cover."""
     for held in list(held_by(form, model)):
         shape, dtype = held.weight.shape, held.weight.dtype
-        bytes_, scales = map(empty, form.stored(held.name, shape))
+        with named(held):
+            bytes_, scales = map(empty, form.stored(held.name, shape))
         put_(model, held, bytes_.view(torch.uint8), form.state(shape, dtype, scales))

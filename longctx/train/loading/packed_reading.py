@@ -9,8 +9,6 @@ model in 16 bits has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch import nn
 from transformers.quantizers import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
-from longctx.train.loading.packed_formats import Format, Packable, empty, held_by, put_
+from longctx.train.loading.packed_formats import Format, Packable, empty, held_by, named, put_
 
 _NAME = "longctx_packed"
 """The name under which transformers finds the quantizer."""
@@ -66,7 +64,7 @@ class _PackedReader(HfQuantizer):
             # transformers would start at random what files lack, which is refused by its name.
             vars(owner)["_is_hf_initialized"] = True
             delattr(owner, held.name)
-            with _named(held):
+            with named(held):
                 found = self.quantization_config.form.stored(held.name, shape)
             for stored in found:
                 room = nn.Parameter(empty(stored), requires_grad=False)
@@ -95,15 +93,6 @@ def finish_(model: Any) -> None:
         data, scale = (owner.get_parameter(name).data for name in names)
         for name in names:
             delattr(owner, name)
-        with _named(held):
+        with named(held):
             state = reading.form.state(shape, reading.dtype, scale)
         put_(model, held, data.view(torch.uint8), state)
-
-
-@contextmanager
-def _named(held: Packable) -> Iterator[None]:
-    """Has a ValueError name the weight."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"layers.{held.path}.{held.name}: {error}") from None

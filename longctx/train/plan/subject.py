@@ -206,7 +206,10 @@ class Subject:
     def _adapt(self, args: ModelArguments) -> None:
         """Gives the model the packed weights and the adapters that a run asks for."""
         if self.packed and self.packed.form:
-            pack_shapes_(self.model, self.packed.form)
+            try:
+                pack_shapes_(self.model, self.packed.form)
+            except ValueError as error:
+                raise UserError(f"{args.model_name_or_path}: {error}") from error
         if self.quantised:
             self._experts_bytes = self._made_bytes if leaves_experts(self.whole) else 0
             quantise_shapes_(self.model)

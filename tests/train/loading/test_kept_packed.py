@@ -381,8 +381,12 @@ def test_damage_is_named(case, folder_of, tmp_path) -> None:
 
 def test_a_block_that_gate_and_up_would_share_is_refused(tmp_path) -> None:
     saved_in_fp8(tmp_path, "qwen3_moe", (32, 16), moe_intermediate_size=48)
-    with pytest.raises(UserError, match=r"layers.0.mlp.experts.gate_up_proj: 48 rows of an expert"):
+    says = r"layers.0.mlp.experts.gate_up_proj: 48 rows of an expert's gate are no multiple of 32"
+    with pytest.raises(UserError, match=says):
         read(tmp_path, torch.bfloat16, keeps=True)
+    words = ["--model_name_or_path", str(tmp_path), "--lora_r", "4", "--seq_len", "64"]
+    with pytest.raises(UserError, match=says):
+        plan([*words, "--gpu", "h100"])
 
 
 def test_ragged_blocks_are_read(tmp_path) -> None:
