@@ -149,9 +149,11 @@ def adapted(model: Any, *, dora: bool) -> Any:
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("case", FOLDERS)
 def test_adapters_train_to_the_bits_of_the_dense_model(case, dora, dtype, folder_of) -> None:
-    ours, plain = (
-        adapted(read(folder_of(case), dtype, keeps=keeps), dora=dora) for keeps in (True, False)
-    )
+    plain = read(folder_of(case), dtype, keeps=False)
+    if case == "gpt_oss":  # sums of matmuls have the order in which packed experts lie
+        plain = made_dense(read(folder_of(case), dtype, keeps=True))
+    ours = read(folder_of(case), dtype, keeps=True)
+    ours, plain = (adapted(model, dora=dora) for model in (ours, plain))
     lengths = {name: x for name, x in ours.named_parameters() if "magnitude" in name}
     for name, length in lengths.items():
         theirs = plain.get_parameter(name)
