@@ -86,13 +86,15 @@ def _sizes(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def cgroup_limit_bytes() -> int | None:
-    """Returns the limit of this process's own control group; None if it has none."""
+    """Returns the limit of this process's own control group; None if it has none, as cgroup v1 says
+    by a number that no machine has."""
     limits = [
         _number(folder / name)
         for folder, _ in _memory_cgroups(PROC)
         for name in ("memory.max", "memory.limit_in_bytes")
     ]
-    return min((limit for limit in limits if limit is not None), default=None)
+    most = psutil.virtual_memory().total
+    return min((limit for limit in limits if limit is not None and limit < most), default=None)
 
 
 def host_budget(available: int, limit_gib: float | None) -> int:

@@ -124,6 +124,14 @@ def test_the_narrowest_limit_counts(cgroups, name) -> None:
     assert machine.available_host_bytes() == room_mib * MIB
 
 
+@pytest.mark.parametrize("limit", [GIB, 9223372036854771712])
+def test_the_process_own_limit(cgroups, limit) -> None:
+    """cgroup v1 has a number where there is none."""
+    files = {"fs/memory/job/memory.limit_in_bytes": str(limit)}
+    cgroups("4:memory:/docker/abc/job\n", V1, files)
+    assert machine.cgroup_limit_bytes() == (GIB if limit == GIB else None)
+
+
 @pytest.mark.parametrize("lines", ["", "0::/job\n", "4:memory:/gone\n"])
 def test_without_a_limit_the_machine_counts(cgroups, lines, monkeypatch) -> None:
     cgroups(lines, [], {})
