@@ -28,7 +28,7 @@ class PackedState(Protocol):
     them."""
 
     name: ClassVar[str]
-    """What people call the format."""
+    """The format's name in messages and files."""
 
     @property
     def shape(self) -> torch.Size:
@@ -128,7 +128,7 @@ def packed_state(weight: Any) -> PackedState | None:
 
 
 def packed_names(weights: Iterable[Any]) -> list[str]:
-    """Returns what people call the formats of the packed ones among the weights."""
+    """Returns the names of the formats that packed ones among the weights are in."""
     return sorted({state.name for w in weights if (state := packed_state(w)) is not None})
 
 

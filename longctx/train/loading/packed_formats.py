@@ -26,7 +26,7 @@ class Stored(NamedTuple):
     """A tensor that a file holds in the place of a weight, or beside it."""
 
     suffix: str
-    """What its name has behind the weight's."""
+    """The ending that its name has behind the weight's name."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 

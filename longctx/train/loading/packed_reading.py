@@ -38,7 +38,7 @@ class PackedReading:
     quant_method: str = _NAME
 
     def to_dict(self) -> dict[str, Any]:
-        """What a configuration says of it while the model is read."""
+        """Returns what the model's configuration says of quantisation while it is read."""
         return {"quant_method": self.quant_method}
 
 

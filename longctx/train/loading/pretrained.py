@@ -201,14 +201,16 @@ def _explained(source: ModelSource) -> Iterator[None]:
 
 
 def packed_files(source: ModelSource, config: PretrainedConfig) -> quantised.PackedFiles | None:
-    """Returns what the files of `config`'s model have packed, or a preset's public files, of which
-    the configuration itself says nothing; None for all others, and for files that are not here."""
+    """Returns the packed weights in the files of `config`'s model, or in a preset's public files,
+    of which the configuration itself says nothing; None for all others, and for files that are not
+    here."""
     if source.name is None:
-        return quantised.packed_files(source, quantised.of_preset(source.preset, config))
+        return quantised.PackedFiles.of(source, quantised.of_preset(source.preset, config))
     if source.name.endswith(".gguf"):
         return None
     try:
-        return quantised.packed_files(source, quantised.of_files(_pretrained(source)[0], config))
+        found = quantised.of_files(_pretrained(source)[0], config)
+        return quantised.PackedFiles.of(source, found)
     except OSError:
         return None
 

@@ -92,20 +92,20 @@ def stays_packed(source: ModelSource, config: Any) -> bool:
 
 
 class PackedFiles(NamedTuple):
-    """What a plan knows of files that have weights packed."""
+    """The packed weights of a model's files, and what becomes of them."""
 
     name: str
     """MXFP4 or FP8."""
     form: Format | None
     """The format in which weights stay; None where they are made dense while they are read."""
 
-
-def packed_files(source: ModelSource, config: Any) -> PackedFiles | None:
-    """Returns what the files have packed whose configuration this is; None for other files."""
-    if (name := packed_as(config)) is None:
-        return None
-    form = format_of(quantization(config)) if stays_packed(source, config) else None
-    return PackedFiles(name, form)
+    @classmethod
+    def of(cls, source: ModelSource, config: Any) -> PackedFiles | None:
+        """Returns those of the files whose configuration this is; None if they have none."""
+        if (name := packed_as(config)) is None:
+            return None
+        form = format_of(quantization(config)) if stays_packed(source, config) else None
+        return cls(name, form)
 
 
 def _check_kept(source: ModelSource, config: Any) -> None:

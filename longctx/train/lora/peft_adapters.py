@@ -239,11 +239,11 @@ def with_lora(model: Any, args: ModelArguments) -> Any:
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         adapted = peft.get_peft_model(model, config)
     config.base_model_name_or_path = _base_name(args)  # where to find it from any folder
-    refuse_merges_(adapted)
+    _refuse_merges_(adapted)
     return adapted
 
 
-def refuse_merges_(adapted: nn.Module) -> None:
+def _refuse_merges_(adapted: nn.Module) -> None:
     """Has PEFT's merge in place refused over packed weights, but for linear layers of bitsandbytes,
     which PEFT knows: it would add the adapter to bytes."""
     wrapper: Any

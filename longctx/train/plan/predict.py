@@ -211,7 +211,10 @@ def _reading_problem(subject: Subject, reading_bytes: int, host_bytes: int) -> s
         way = f"a copy in bfloat16 and {way}"
     if subject.packed and not subject.packed.form:
         what = "the weights, which transformers makes dense"
-    if subject.quantised:
+    if subject.quantised and subject.experts_bytes:
+        what = "the experts, which this checkpoint in 4 bits has in 16"
+        way = f"the model that it was made from: {_BY_LAYER}"
+    elif subject.quantised:
         what, way = (
             "the weights in 4 bits, which the GPU does not hold",
             "a GPU that holds them all",

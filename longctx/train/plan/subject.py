@@ -45,7 +45,7 @@ from longctx.runtime.runtime import chunks_loss, model_sizes
 from longctx.settings import LABELLED, PatchOptions, TaskName, scored_tokens
 from longctx.system import installed
 from longctx.train.engines.layout import Layout
-from longctx.train.loading.packed_formats import pack_shapes_
+from longctx.train.loading.packed_formats import Mxfp4Files, pack_shapes_
 from longctx.train.loading.pretrained import packed_files
 from longctx.train.lora.peft_adapters import with_lora
 from longctx.train.lora.quantise import (
@@ -170,7 +170,7 @@ class Subject:
         self._any: dict[str, AnyLayers] = {}
         source = None if args is None else args.source.under(shards=shards)
         self.packed = None if source is None else packed_files(source, config)
-        """What the model's files have packed, in MXFP4 or FP8."""
+        """The packed weights of the model's files, in MXFP4 or FP8; None if they have none."""
         gguf = args is not None and str(args.model_name_or_path).endswith(".gguf")
         self.takes_nf4 = not (self.packed or gguf)
         """Whether --quantize nf4 takes the model's files."""
@@ -211,7 +211,8 @@ class Subject:
             except ValueError as error:
                 raise UserError(f"{args.model_name_or_path}: {error}") from error
         if self.quantised:
-            self._experts_bytes = self._made_bytes if leaves_experts(self.whole) else 0
+            self.experts_bytes = self._made_bytes if leaves_experts(self.whole) else 0
+            """Bytes of experts that a checkpoint in 4 bits has in 16."""
             quantise_shapes_(self.model)
             self._in_4_bits = packed_bytes(self.model)
         if args.lora_r is not None:
@@ -251,8 +252,8 @@ class Subject:
         if not self.quantised:
             return self._made_bytes
         packed = self._in_4_bits
-        if self._experts_bytes:
-            return self._experts_bytes + packed.nbytes
+        if self.experts_bytes:
+            return self.experts_bytes + packed.nbytes
         waits = waits_on_host(packed, gpu_bytes)
         return packed.nbytes + packed.largest if waits else 0
 
@@ -262,10 +263,11 @@ class Subject:
         puts together from several tensors of a checkpoint, and all of a model in FP8 that it makes
         dense. It maps others from their files."""
         layers: Any = decoder_layers(inside_peft(self.model))
-        if self.packed == ("FP8", None):
+        form = self.packed.form if self.packed else None
+        if self.packed and self.packed.name == "FP8" and form is None:
             return sum(x.nbytes for x in layers.parameters() if not x.requires_grad)
-        if self.packed and self.packed.name == "MXFP4" and self.packed.form:
-            return 0  # a layer's experts are one tensor there
+        if isinstance(form, Mxfp4Files):
+            return 0  # a layer's experts are one tensor in the files
         return sum(
             owner.get_parameter(name).nbytes
             for owner in stacks(layers).values()

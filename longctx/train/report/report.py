@@ -118,7 +118,8 @@ def _model(run: LoggedRun) -> str | None:
         said.append(f"{whole:,} parameters" + f", {trained:,} trained" * (trained != whole))
     said += [str(x) for x in (run.get("model", "dtype"), run.options.get("class_type")) if x]
     rank, packed = run.options.get("lora_r"), run.get("model", "packed")
-    packed = packed or run.options.get("quantize")  # of 0.1
+    if packed is None and run.options.get("quantize", "none") != "none":
+        packed = run.options["quantize"]  # of version 0.1
     kind = "DoRA" if run.options.get("use_dora") else "LoRA"
     said += [f"{kind} of rank {rank}"] if rank else []
     said += [f"over {packed}"] if packed else []

@@ -105,7 +105,7 @@ def test_what_is_read_are_the_dense_weights(case, dtype, folder_of, capsys) -> N
 @pytest.mark.parametrize("block", [(1, 0), (16, 8), None])
 @pytest.mark.parametrize("family", ["llama", "glm4_moe"])
 def test_fp8_of_compressed_tensors_is_read(family, block, tmp_path) -> None:
-    """With a scale a row, a block or a matrix; no run makes such files dense."""
+    """Such files have a scale a row, a block or a matrix; no run makes them dense."""
     truth = saved_in_fp8(tmp_path, family, block, compressed=True)
     if family == "glm4_moe" and block is None:
         with pytest.raises(UserError, match="gate_up_proj: its experts have a scale a matrix"):
@@ -168,7 +168,7 @@ def test_adapters_train_to_the_bits_of_the_dense_model(case, dora, dtype, folder
 
 @pytest.mark.parametrize("case", ["gpt_oss", "llama", "qwen3_moe"])
 def test_hugging_faces_layers_compute_with_it(case, folder_of) -> None:
-    """As generation does, whose keys and values the schedule does not keep."""
+    """Generation runs them, whose keys and values the schedule does not keep."""
     ids = torch.arange(3, 23, device=DEVICE)[None]
     found = []
     for keeps in (True, False):
@@ -200,8 +200,8 @@ def test_a_packed_linear_layer_is_one_to_its_callers(bias) -> None:
 
 @pytest.mark.parametrize("case", FOLDERS)
 def test_a_plan_counts_the_bytes_that_are_read(case, folder_of, monkeypatch) -> None:
-    """Of what our schedule trains; Hugging Face's layers get dense weights, and so do engines that
-    cut weights up."""
+    """A plan packs what our schedule trains; Hugging Face's layers get dense weights, and so do
+    engines that cut weights up."""
     args = ModelArguments(
         model_name_or_path=str(folder_of(case)),
         lora_r=4,

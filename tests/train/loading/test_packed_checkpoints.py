@@ -162,7 +162,8 @@ def test_a_checkpoint_in_4_bits_is_taken_under_adapters(tmp_path: Path) -> None:
 
 
 PLANNED = {"custom": ("packed, as it stays", 0), "vanilla": ("dense, as it is read", 2)}
-"""What a plan says of FP8, and the bytes a number that reading takes on the host."""
+"""The line of a plan on FP8 by class type, and the bytes a number that reading takes on the
+host."""
 
 
 @pytest.mark.parametrize("class_type", PLANNED)
