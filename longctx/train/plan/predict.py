@@ -212,7 +212,7 @@ def _reading_problem(subject: Subject, reading_bytes: int, host_bytes: int) -> s
     if subject.packed and not subject.packed.form:
         what = "the weights, which transformers makes dense"
     if subject.quantised and subject.experts_bytes:
-        what = "the experts, which this checkpoint in 4 bits has in 16"
+        what = "the 16-bit experts of this 4-bit checkpoint"
         way = f"the model that it was made from: {_BY_LAYER}"
     elif subject.quantised:
         what, way = (
