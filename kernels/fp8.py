@@ -54,8 +54,10 @@ def _dense_kernel(
     mask = (row < rows)[:, None] & (column < K)
     at = row.to(tl.int64)[:, None] * K + column
     x = tl.load(packed_ptr + at, mask=mask, other=0).to(tl.int32)
-    v = ((x & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-    v = tl.where((x & 0x7F) == 0x7F, float("nan"), tl.where(x > 127, -v, v))
+    # The sign moves as a bit: -v of a compiled kernel is 0 - v, which has no zero below zero.
+    bits = ((x & 0x80) << 24) | ((x & 0x7F) << 20)
+    v = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    v = tl.where((x & 0x7F) == 0x7F, float("nan"), v)
     of = (row // M * G + row % M // of_rows)[:, None] * L + column // of_columns
     s = tl.load(scale_ptr + of, mask=mask, other=0.0)
     tl.store(out_ptr + at, round_to(v * s, out_ptr.dtype.element_ty), mask=mask)

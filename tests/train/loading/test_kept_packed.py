@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,7 @@ FOLDERS: dict[str, tuple[Save, int]] = {
 }
 """How a folder is made, and how many of its weights are packed; of Granite, whose files have
 another name for experts, those of attention and mixers."""
+DELTA_NET = ("qwen3_next", "qwen3_5")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "in_proj_qkvz")
 
 
@@ -145,10 +146,23 @@ def adapted(model: Any, *, dora: bool) -> Any:
     return longctx.patch(model, strict=True)
 
 
+@pytest.fixture
+def repeatable() -> Iterator[None]:
+    """The same bits every time: attention's backward sums dq in any order otherwise."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("case", FOLDERS)
-def test_adapters_train_to_the_bits_of_the_dense_model(case, dora, dtype, folder_of) -> None:
+def test_adapters_train_to_the_bits_of_the_dense_model(
+    case, dora, dtype, folder_of, repeatable
+) -> None:
+    if DEVICE == "cuda" and case in DELTA_NET and dtype == torch.float32:
+        pytest.skip("on a GPU flash-linear-attention trains Gated DeltaNet in 16 bits alone")
     plain = read(folder_of(case), dtype, keeps=False)
     if case == "gpt_oss":  # sums of matmuls have the order in which packed experts lie
         plain = made_dense(read(folder_of(case), dtype, keeps=True))
@@ -243,7 +257,7 @@ def test_scales_go_where_their_weights_are(folder_of) -> None:
     linear.weight = packed_weight(linear.weight.to("meta"), linear.weight.quant_state)
     move_scales(model)
     places = {p: {part.tensor.device for part in scales(p)} for p in model.parameters()}
-    assert {x.device for x in places} == {torch.device("meta"), torch.device(DEVICE)}
+    assert {x.device.type for x in places} == {"meta", DEVICE}
     assert all(found <= {weight.device} for weight, found in places.items())
 
 

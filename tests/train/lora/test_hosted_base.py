@@ -13,6 +13,7 @@ from small_run import run as run_train
 from transformers import AutoModelForCausalLM
 
 import longctx
+from exactness import DEVICE
 from longctx.cost.peak import peak, phases
 from longctx.cost.sizes import Batch
 from longctx.families.blocks import move_buffers, state_blocks
@@ -76,7 +77,7 @@ def run(model, device: torch.device, tokens: int, steps: int) -> tuple[list[floa
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
 def test_steps_of_a_small_model(quantize, reference_kernels) -> None:
     model = adapted(torch.device("cpu"), quantize, tiny=True)
-    losses, _ = run(model, torch.device("cpu"), 64, steps=4)
+    losses, _ = run(model, torch.device(DEVICE), 64, steps=4)
     assert losses[-1] < losses[0] and planned_bytes(model, 64) > 0
 
 
