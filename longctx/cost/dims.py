@@ -58,6 +58,19 @@ class Adapted(NamedTuple):
     """Elements of the weights whose rows they rescale (DoRA)."""
 
 
+class MixerMemory(NamedTuple):
+    """What a mixer holds of a token, in elements for each column of its linear layers
+    (`Mixed.columns`)."""
+
+    graph: float
+    """What autograd saves for backward."""
+    forward: float
+    """The most at a time in a forward without a graph, with the mixer's output."""
+    backward: float
+    """The most at a time in backward, with what is left of the graph and the gradient of the
+    mixer's input, and without its input and the gradient of its output."""
+
+
 class Mixed(NamedTuple):
     """The sizes of a mixer, a module that a layer runs as it is (layer/parts/mixer.py)."""
 
@@ -69,8 +82,7 @@ class Mixed(NamedTuple):
     """The number of trained parameters of the mixer."""
     state_bytes: int
     """Bytes of the mixer's state at the end of a segment."""
-    graph: float
-    """Elements per token that autograd saves for backward, as a multiple of `columns`."""
+    memory: MixerMemory
     besides: tuple[float, float]
     """The cost of what a mixer computes apart from its linear layers, in forward and in backward:
     FLOPs of matmuls that take as long, per token and per column of `columns`."""

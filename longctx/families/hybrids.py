@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from longctx.cost.dims import MixerMemory
 from longctx.families.family import (
     ONE_PLUS,
     ROUNDED_ONCE,
@@ -103,7 +104,7 @@ def mamba(**fields: Any) -> Declare:
         path="mamba",
         module="MambaLayer",
         kind="mamba",
-        graph=4.3,  # of which 1.5 are states before chunks and their gradients, made in backward
+        memory=MixerMemory(3.0, 3.0, 5.0),
         gated_norm="norm",
         gate_first=True,
         state=_mamba_state,
@@ -268,10 +269,9 @@ def _mlp_factors(config: Any, layer: int) -> dict[str, float]:
 
 _FALCON = layer_of(
     attention(factor=_attention_out, score_factor=_score_factor, factors=_attention_factors),
-    # States are twice as large as Granite's.
     mamba(
         module="Mixer",
-        graph=5.4,
+        memory=MixerMemory(3.4, 3.5, 6.9),  # states are twice as large as Granite's
         gated_norm="",
         gate_first=False,
         factor=named("ssm_out_multiplier"),

@@ -11,28 +11,24 @@ from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-import peft
 import pytest
 import torch
 from pairs import pairs
 from small_families import IN_TORCH_ALONE
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from exactness import relative_error
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
 from longctx.cost.dims import LayerSpec
 from longctx.cost.kept import Keep
-from longctx.families.families import layers_of
-from longctx.kernels import launch
-from longctx.kernels.state_space import CHUNK
 from longctx.layer import segments as cutting
 from longctx.layer.norm_spec import NormSpec
 from longctx.layer.passes import Schedule
 from longctx.layer.schedule import scheduled_layer
 from longctx.layer.segments import kept_states, segments
-from longctx.layer.specs.mixer_spec import IN_TORCH, WITH_KERNELS, MixerSpec
+from longctx.layer.specs.mixer_spec import MixerSpec
 from longctx.memory.store import ActivationStore
 from longctx.mixers.mixers import Carried, ModelsMixer
 
@@ -341,109 +337,6 @@ def theirs_unstubbed(home: Any, run: Any, documents: Documents) -> Found:
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(home, "torch_chunk_gated_delta_rule", run)
         return theirs("olmo_hybrid", documents)
-
-
-class Kernel(torch.autograd.Function):
-    """Saves what flash-linear-attention's function does: its inputs, and a matrix of each chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        *_, v, _, _, state = inputs
-        ctx.save_for_backward(*inputs, v.new_empty(v.shape[1] * v.shape[2] * 64))
-        return v.clone(), state.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise AssertionError("nobody asks")
-
-
-def saved_of(
-    module: Any, cache: str, norm: str, tokens: int, begin: tuple[Tensor, ...] = (), **how: Any
-) -> float:
-    """Returns the elements that autograd saves of a token in a mixer in bf16, for each column of
-    the mixer's linear layers."""
-    parameters = dict(module.to(torch.bfloat16).train().named_parameters())
-    saved: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    n = torch.randn(
-        1, tokens, module.out_proj.out_features, dtype=torch.bfloat16, requires_grad=True
-    )
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        spec = replace(DELTA_NET, cache=cache, gated_norm=norm, **how)
-        ModelsMixer(module, spec)(n, begin, parameters)
-    own = {p.untyped_storage().data_ptr() for p in parameters.values()}
-    held = sum(nbytes for place, nbytes in saved.items() if place not in own)
-    matrices = (p for name, p in parameters.items() if p.dim() == 2 and ".lora_" not in name)
-    return held / (2 * tokens * sum(map(len, matrices)))
-
-
-def adapt_(module: Any) -> None:
-    """Gives a mixer's linear layers adapters, over weights that rest."""
-    module.requires_grad_(False)
-    config = peft.LoraConfig(r=4, target_modules=r".*(in_proj|in_proj_\w+|out_proj)")
-    peft.inject_adapter_in_model(config, module)
-
-
-@pytest.mark.parametrize("adapts", [False, True])
-@pytest.mark.parametrize(("graph", "least"), [(WITH_KERNELS["fla"], 2.76), (IN_TORCH["fla"], 9.75)])
-def test_what_a_graph_holds(monkeypatch, graph, least, adapts) -> None:
-    """An eighth of the heads of Qwen3.5-9B, in bf16, with our kernels. The plan takes the most of
-    all versions of transformers, of which 5.23 saves least."""
-    monkeypatch.setattr(launch, "INTERPRETED", True)
-    home = import_module("transformers.models.qwen3_5.modeling_qwen3_5")
-
-    def kernel(q: Tensor, k: Tensor, v: Tensor, *, initial_state: Tensor, **given: Any) -> Any:
-        return Kernel.apply(q, k, v, given["g"], given["beta"], initial_state)
-
-    if graph == WITH_KERNELS["fla"]:
-        monkeypatch.setattr(home, "torch_chunk_gated_delta_rule", kernel)
-    heads = dict(linear_num_key_heads=2, linear_key_head_dim=128, linear_value_head_dim=128)
-    config = AutoConfig.for_model(
-        "qwen3_5_text", **_DELTA | heads, hidden_size=512, num_hidden_layers=2
-    )
-    module = home.Qwen3_5GatedDeltaNet(config, layer_idx=0)
-    if adapts:
-        adapt_(module)
-    state = torch.zeros(1, 1024, 3, dtype=torch.bfloat16), torch.zeros(1, 4, 128, 128)
-    found = saved_of(module, "cache_params", "norm", 512, state)
-    assert 0.99 * least <= found <= 1.01 * graph
-
-
-def test_what_a_graph_holds_of_short_convolutions(monkeypatch) -> None:
-    monkeypatch.setattr(launch, "INTERPRETED", True)
-    home = import_module("transformers.models.lfm2.modeling_lfm2")
-    types = ["conv", "full_attention"]
-    config = AutoConfig.for_model("lfm2", hidden_size=384, num_hidden_layers=2, layer_types=types)
-    found = saved_of(home.Lfm2ShortConv(config, layer_idx=0), "past_key_values", "", 512)
-    assert 0.75 * IN_TORCH[""] <= found <= 1.01 * IN_TORCH[""]
-
-
-@pytest.mark.parametrize("adapts", [False, True])
-@pytest.mark.parametrize("family", ["granitemoehybrid", "falcon_h1"])
-def test_what_a_graph_holds_of_mamba(family, monkeypatch, adapts) -> None:
-    """A quarter of the heads of Granite 4.0 Tiny, and of Falcon-H1-1.5B, with our kernels. What the
-    plan counts has the states that backward makes, too: before chunks, and their gradients."""
-    monkeypatch.setattr(launch, "INTERPRETED", True)
-    sizes = dict(num_attention_heads=4, num_key_value_heads=1, vocab_size=8, num_hidden_layers=1)
-    if falcon := family == "falcon_h1":
-        sizes |= dict(hidden_size=512, mamba_d_ssm=768, mamba_n_heads=12, intermediate_size=8)
-    else:
-        sizes |= dict(hidden_size=384, mamba_n_heads=12, mamba_d_state=128, num_local_experts=0)
-        sizes |= dict(shared_intermediate_size=8, layer_types=["linear_attention"])
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
-    mixer, tokens = model.model.layers[0].mamba, 128
-    how = {} if falcon else {"gate_first": True}
-    columns = mixer.in_proj.out_features + mixer.out_proj.out_features
-    states = 2 * mixer.num_heads * mixer.head_dim * mixer.ssm_state_size / CHUNK
-    graph = layers_of(model.model)[0][1].part(MixerSpec).held
-    if adapts:
-        adapt_(mixer)
-    saved = saved_of(mixer, "cache_params", "" if falcon else "norm", tokens, **how)
-    assert 0.9 * graph <= saved + states / columns <= graph
 
 
 # --- the cut into segments -------------------------------------------------------------------

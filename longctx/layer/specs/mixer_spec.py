@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from longctx.cost.dims import LayerKind, Mixed
+from longctx.cost.dims import LayerKind, Mixed, MixerMemory
 from longctx.cost.fitted import MIXER_LAUNCHES, MIXERS
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work, buffers_during
@@ -23,17 +23,15 @@ from longctx.layer.specs.attention_spec import NORM1
 from longctx.layer.specs.part_spec import PartSpec, Paths, kept_input
 from longctx.system import installed
 
-WITH_KERNELS = {"fla": 3.3}
-"""Maps packages of kernels to what autograd saves of a token in a mixer that runs them, in elements
-for each column of the mixer's linear layers (`Mixed.columns`). That of a Gated DeltaNet with the
-dimensions of Qwen3.5-9B was counted on a CPU, with a function in the place of the package's that
-saves its inputs and a matrix of each chunk (tests/layer/test_mixer.py): 2.8 in transformers 5.23,
-and 3.3 in 5.17, which repeats keys for the heads of values that share them."""
-IN_TORCH = {"fla": 9.8, "": 1.75}
-"""Maps packages to what autograd saves of a token in a mixer that runs transformers' code in torch
-for want of them, in elements for each column of the mixer's linear layers. Counted for Qwen3.5-9B,
-and for LFM2's convolutions, which have no recurrence and want no package. (That of Mamba 2, whose
-scan is ours, stands in its specs: `MixerSpec.graph`.)"""
+WITH_KERNELS = {"fla": MixerMemory(3.3, 4.2, 5.7)}
+"""Maps packages of kernels to the memory of a mixer that runs them: counted on a CPU, where no
+kernel runs, for a Gated DeltaNet with the dimensions of Qwen3.5-9B and adapters
+(tests/layer/test_mixer_memory.py), in transformers 5.17, which repeats keys for the heads of values
+that share them; in 5.23 it is 0.4 less."""
+IN_TORCH = {"fla": MixerMemory(9.8, 7.4, 13.2), "": MixerMemory(1.75, 1.8, 2.7)}
+"""Maps packages to the memory of a mixer that runs transformers' code in torch for want of them:
+Qwen3.5-9B's, and that of LFM2's convolutions, which have no recurrence and want no package. (That
+of Mamba 2, whose scan is ours, stands in its specs: `MixerSpec.memory`.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,21 +57,19 @@ class MixerSpec(PartSpec):
     package: str = ""
     """The package whose kernels transformers takes for it, if it is there; empty where it needs
     none."""
-    graph: float = 0.0
-    """The elements that autograd saves of a token in the mixer, for each column of its linear
-    layers; 0: those of all mixers with this package (IN_TORCH)."""
+    memory: MixerMemory | None = None
+    """What it holds of a token; None: as all mixers with this package do (IN_TORCH)."""
     gated_norm: str = ""
     """The path in it of an RMSNorm with the SiLU of a gate (kernels/gated_norm.py)."""
     gate_first: bool = False
     """Whether the gated norm is of the product with the gate, not of the input."""
 
     @property
-    def held(self) -> float:
-        """What its graph holds with the kernels that are installed here, in elements of
-        `Mixed.columns`."""
+    def holds(self) -> MixerMemory:
+        """What it holds of a token with the kernels that are installed here."""
         if self.package and installed(self.package):
             return WITH_KERNELS[self.package]
-        return max(IN_TORCH[self.package], self.graph)
+        return self.memory or IN_TORCH[self.package]
 
     def sizes(
         self,
@@ -91,7 +87,7 @@ class MixerSpec(PartSpec):
             parameters=sum(rows * columns for rows, columns in matrices.values()),
             trained=sum(math.prod(shapes[name]) for name in trained),
             state_bytes=4 * recurrent + itemsize * convolved,
-            graph=self.held,
+            memory=self.holds,
             besides=MIXERS[self.kind],
         )
 
@@ -121,7 +117,7 @@ class MixerSpec(PartSpec):
         )
         again = Keepable(
             name="graph",
-            nbytes=_graph_bytes(s, mixed, self._places(batch, segment)) + z,
+            nbytes=_held(s, mixed, mixed.memory.graph, self._places(batch, segment)) + z,
             tensors=24,
             spares=(Work(name="mixer", flops=flops), besides),
             needs=frozenset({"o"}),
@@ -146,36 +142,44 @@ class MixerSpec(PartSpec):
                 *([kept] if kept.nbytes else []),
                 *([again] if one_segment else []),
             ),
-            buffers=_buffers(s, mixed, tokens, self._places(batch, segment)),
+            buffers=_buffers(s, mixed, tokens, self._most_places(segment)),
         )
 
     def _places(self, batch: Batch, tokens: int) -> int:
         """Returns the tokens of a segment, with the places between packed documents that a
         recurrence has (layer/row_documents.py)."""
-        is_packed = batch.document < batch.tokens and self.kind != "convolution"
-        return most_places(tokens) if is_packed else tokens
+        is_packed = batch.document < batch.tokens
+        return self._most_places(tokens) if is_packed else tokens
+
+    def _most_places(self, tokens: int) -> int:
+        """Returns the places that a segment of these tokens may have: a row that is planned as one
+        document has several as soon as documents are packed."""
+        return most_places(tokens) if self.kind != "convolution" else tokens
 
 
-def _graph_bytes(s: Sizes, mixed: Mixed, tokens: int) -> int:
-    """Returns the bytes of autograd's graph of a segment of these tokens."""
-    return tokens * int(mixed.graph * mixed.columns) * s.itemsize
+def _held(s: Sizes, mixed: Mixed, elements: float, tokens: int) -> int:
+    """Returns the bytes of so many elements for each of these tokens and of a mixer's columns."""
+    return tokens * int(elements * mixed.columns) * s.itemsize
 
 
 def _buffers(s: Sizes, mixed: Mixed, tokens: int, places: int) -> tuple[Buffer, ...]:
-    """Buffers of a mixer, whose segments have so many places. Forward has a segment's tensors, of
-    which half as many are there at a time as its graph holds. Backward has a segment's graph, n1
-    and its gradient, and the trained parameters' gradients: their sums in fp32, and one
-    segment's."""
+    """Buffers of a mixer, whose segments have so many places: what one segment holds, and in
+    backward its n1 and the gradient of its output, and the trained parameters' gradients: their
+    sums in fp32, and one segment's."""
     rows = min(tokens, cutting.SEGMENT_TOKENS)
-    graph, narrow = _graph_bytes(s, mixed, places), rows * s.hidden * s.itemsize
-    segmented = tokens > rows
+    forward, graph, most = (
+        _held(s, mixed, elements, places)
+        for elements in (mixed.memory.forward, mixed.memory.graph, mixed.memory.backward)
+    )
+    narrow, segmented = rows * s.hidden * s.itemsize, tokens > rows
 
     back = buffers_during("mixer backward")
     return (
-        Buffer(name="a mixer's segment", nbytes=graph // 2 + narrow, during="mixer forward"),
+        Buffer(name="a mixer's segment", nbytes=forward + narrow, during="mixer forward"),
         back("dy", s.unit(tokens)),
         back("a mixer's graph", graph, spared_by="graph"),
-        back("a mixer's inputs and their gradients", 3 * narrow),
+        back("what a mixer's backward adds", most - graph),
+        back("a mixer's input and its output's gradient", 2 * narrow),
         back("a mixer's gradients", mixed.trained * (s.itemsize + 4 * segmented)),
         back("its gradients", mixed.trained * s.itemsize, span="after"),
     )

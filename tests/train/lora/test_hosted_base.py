@@ -76,7 +76,7 @@ def run(model, device: torch.device, tokens: int, steps: int) -> tuple[list[floa
 
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
 def test_steps_of_a_small_model(quantize, reference_kernels) -> None:
-    model = adapted(torch.device("cpu"), quantize, tiny=True)
+    model = adapted(torch.device(DEVICE), quantize, tiny=True)
     losses, _ = run(model, torch.device(DEVICE), 64, steps=4)
     assert losses[-1] < losses[0] and planned_bytes(model, 64) > 0
 
