@@ -266,6 +266,7 @@ def _mm_kernel(
     ends_ptr,  # (E,) int32
     rows_ptr,  # (n,) int32
     out_ptr,  # (n, width), rows at a stride
+    first_expert,  # of those that the weights are of
     experts,
     width,
     K,
@@ -294,8 +295,10 @@ def _mm_kernel(
 ):
     number, columns = tl.program_id(0), tl.cdiv(width, BLOCK)
     each = tl.arange(0, EXPERTS)
+    ends_ptr += first_expert
     ends = tl.load(ends_ptr + each, mask=each < experts, other=0)
-    starts = tl.load(ends_ptr + each - 1, mask=(each > 0) & (each < experts), other=0)
+    has_start = (each + first_expert > 0) & (each < experts)
+    starts = tl.load(ends_ptr + each - 1, mask=has_start, other=0)
     tiles = tl.where(each < experts, (ends - starts + ROWS - 1) // ROWS, 0)
     if number >= tl.sum(tiles) * columns:
         return
@@ -481,13 +484,14 @@ def _dots_kernel(
 
 def grouped_mm(
     x: Tensor,  # (m, K), rows at any stride
-    weight: Tensor,  # (E, O, K), O or K at stride 1
+    weight: Tensor,  # (E, O, K), or (some experts, O, K); O or K at stride 1
     ends: Tensor,  # (E,) int32
     *,
     rows: Tensor | None = None,  # (n,) int32; None: row i of x for place i, and n = m
     bias: Tensor | None = None,  # (E, O); None: zeros
     low_rank: LowRank | None = None,
     out: Tensor | None = None,  # (n, O), rows at any stride, written
+    first: int | None = None,
     config: TileConfig | None = None,
 ) -> Tensor:  # (n, O)
     """y[i] = x[rows[i]] weight[e(i)]^T + bias[e(i)] + u[i] b[e(i)]^T for every place i, in x's
@@ -498,11 +502,18 @@ def grouped_mm(
     and rows are not checked, which would wait for the GPU. `config` replaces the tiles of
     `mm_config`.
 
+    Weights of some experts, from the expert `first` on, with their biases and factors b, give the
+    places of these experts, in the bits of a call with all of them. The other places of `out` stay
+    as they are.
+
     Raises ValueError for a wrong shape, dtype, device or layout.
     """
     experts, width, inputs = weight.shape
     check_shape("x", x, (x.shape[0], inputs))
-    n = _check_segments(x, ends, experts, rows=rows)
+    n = _check_segments(x, ends, experts if first is None else len(ends), rows=rows)
+    first = first or 0
+    if not 0 <= first <= len(ends) - experts:
+        raise ValueError(f"{experts} experts from the one at {first} on are not among {len(ends)}")
     if out is None:
         out = x.new_empty(n, width)
     check_shape("out", out, (n, width))
@@ -515,7 +526,12 @@ def grouped_mm(
     if u is not None and b is not None:
         _check_low_rank(u, b, x, (n, experts, width))
     if not runs_kernel(x, weight, ends, rows, bias, u, b, out):
-        return out.copy_(grouped_mm_reference(x, weight, ends, rows, bias, low_rank))
+        own, (begin, *_, stop) = _of_experts(ends, first, experts)
+        places = slice(begin, stop)
+        x, rows = (x[places], None) if rows is None else (x, rows[places])
+        low_rank = None if low_rank is None else LowRank(low_rank.u[places], low_rank.b)
+        out[places] = grouped_mm_reference(x, weight, own, rows, bias, low_rank)
+        return out
     check_float("x", x)
     if bias is not None:
         check_float("bias", bias)
@@ -528,7 +544,7 @@ def grouped_mm(
             f"{tuple(weight.stride())}"
         )
     if config is None:
-        config = mm_config(n, experts, width, x.element_size(), _shared_bytes(x))
+        config = mm_config(n, len(ends), width, x.element_size(), _shared_bytes(x))
     programs = (triton.cdiv(n, config.rows) + experts) * triton.cdiv(width, config.block)
     if n:
         with on_device(x):
@@ -536,7 +552,7 @@ def grouped_mm(
                 *(x, weight, x if bias is None else bias.contiguous()),
                 *(x if b is None else b, x if u is None else u),
                 *(ends, ends if rows is None else rows, out),
-                *(experts, width, inputs, 0 if u is None else u.shape[1]),
+                *(first, experts, width, inputs, 0 if u is None else u.shape[1]),
                 *(x.stride(0), weight.stride(0), weight.stride(1 if by_inputs else 2)),
                 *(0 if u is None else u.stride(0), *((0, 0, 0) if b is None else b.stride())),
                 out.stride(0),
@@ -551,6 +567,12 @@ def grouped_mm(
                 **config.constants(),
             )
     return out
+
+
+def _of_experts(ends: Tensor, first: int, experts: int) -> tuple[Tensor, list[int]]:
+    """Returns the ends of some experts among their own places; and where these begin and end."""
+    bounds = [0, *ends.tolist()][first : first + experts + 1]
+    return ends[first : first + experts] - bounds[0], bounds
 
 
 def _check_low_rank(u: Tensor, b: Tensor, x: Tensor, sizes: tuple[int, int, int]) -> None:

@@ -179,6 +179,9 @@ class LayerKind(LayerSpec):
     """Whether any weight of the layer is trained and has a gradient."""
     dense_bytes: int = 0
     """Bytes of the dense weights while a layer computes, if its weights are quantised."""
+    dense_stacks: tuple[int, ...] = ()
+    """Bytes of the experts' dense weights beside these, of gate and up and of down, if they are
+    dense by chunks (layer/dense_experts.py)."""
     rank: int = 0
     """The largest rank of the adapters."""
     drops: bool = False

@@ -55,13 +55,13 @@ from longctx.families.hybrids import HYBRIDS
 from longctx.families.look import Read
 from longctx.families.mixtures import GRANITE, MIXTURES, RESIDUAL, SCALED
 from longctx.families.vision import is_whole, joint_of
+from longctx.layer.dense_experts import STACKS
 from longctx.layer.norm_spec import NormSpec
 from longctx.layer.specs.attention_spec import NORM1, OUT, QK_NORMS, AttentionSpec
 from longctx.layer.specs.experts_spec import ExpertsSpec
 from longctx.layer.specs.mixer_spec import MixerSpec
 from longctx.layer.specs.mlp_spec import ACT_FN, NORM2
 from longctx.layer.specs.part_spec import Declare
-from longctx.layer.stack import STACKS
 
 _POST1 = {"post1": "post_attention_layernorm"}
 _POST2 = {"post2": "post_feedforward_layernorm"}

@@ -29,6 +29,8 @@ class PackedState(Protocol):
 
     name: ClassVar[str]
     """The format's name in messages and files."""
+    by_expert: ClassVar[bool]
+    """Whether some of the experts can be made dense alone (`of_experts`)."""
 
     @property
     def shape(self) -> torch.Size:
@@ -45,12 +47,16 @@ class PackedState(Protocol):
     def dense(self, packed: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns the dense weight, which it writes to `out` if given. Not differentiable."""
 
+    def of_experts(self, packed: Tensor, some: slice) -> Tensor:
+        """Returns the dense weight of some of the experts, in the bits of `dense`."""
+
 
 @dataclass(frozen=True, eq=False)
 class Nf4:
     """bitsandbytes' QuantState. Where its scales are quantised they have a state of their own."""
 
     name: ClassVar[str] = "NF4"
+    by_expert: ClassVar[bool] = False  # a block of scales may have numbers of two experts
     state: Any
 
     @property
@@ -71,12 +77,16 @@ class Nf4:
     def dense(self, packed: Tensor, out: Tensor | None = None) -> Tensor:
         return dense_nf4(packed, self.state, out=out)
 
+    def of_experts(self, packed: Tensor, some: slice) -> Tensor:
+        return self.dense(packed)[some]
+
 
 @dataclass(eq=False)
 class Mxfp4:
     """Experts whose numbers lie as (E, O, K), in which 32 columns share a scale."""
 
     name: ClassVar[str] = "MXFP4"
+    by_expert: ClassVar[bool] = True
     shape: torch.Size
     """(E, O, K), or (E, K, O) if the model has them `transposed`."""
     dtype: torch.dtype
@@ -94,6 +104,11 @@ class Mxfp4:
             return made if out is None else out.copy_(made)
         return dense_mxfp4(lying, self.scale, self.dtype, out)
 
+    def of_experts(self, packed: Tensor, some: slice) -> Tensor:
+        lying = packed.view(*self.scale.shape[:-1], -1)
+        made = dense_mxfp4(lying[some], self.scale[some], self.dtype)
+        return made.transpose(-1, -2) if self.transposed else made
+
 
 @dataclass(eq=False)
 class Fp8:
@@ -101,6 +116,7 @@ class Fp8:
     128 of each, all of a matrix, or one row."""
 
     name: ClassVar[str] = "FP8"
+    by_expert: ClassVar[bool] = True
     shape: torch.Size
     dtype: torch.dtype
     scale: Tensor  # (..., blocks of O, blocks of I) fp32
@@ -112,6 +128,10 @@ class Fp8:
 
     def dense(self, packed: Tensor, out: Tensor | None = None) -> Tensor:
         return dense_fp8(packed.view(self.shape), self.scale, self.block, self.dtype, out)
+
+    def of_experts(self, packed: Tensor, some: slice) -> Tensor:
+        lying = packed.view(self.shape)
+        return dense_fp8(lying[some], self.scale[some], self.block, self.dtype)
 
 
 def packed_weight(data: Tensor, state: PackedState) -> nn.Parameter:

@@ -14,7 +14,7 @@ them, is never there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from longctx.kernels.clamped_swiglu import Clamped
 from longctx.kernels.grouped_mm import LowRank, grouped_mm, grouped_outer_
 from longctx.kernels.grouped_sum import grouped_sum_
+from longctx.layer.dense_experts import PackedExperts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +38,13 @@ class ExpertLayout:
 
 
 PLAIN = ExpertLayout()
-STACKS = ("experts_in", "experts_out")
-"""The names of the weights of all experts: of gate and up, and of down."""
 
 
 @dataclass(frozen=True)
 class Stack:
     """Experts' weights in one pass. `rows` says which row of its operand each slot reads."""
 
-    weight: Tensor  # (E, O, K), O or K at stride 1
+    weight: Tensor | PackedExperts  # (E, O, K), O or K at stride 1
     bias: Tensor | None = None  # (E, O)
     a: Tensor | None = None  # (E, r, K)
     b: Tensor | None = None  # (E, O, r)
@@ -63,7 +62,21 @@ class Stack:
     ) -> Tensor:  # (n, O)
         u = self.inner(x, ends, rows)
         added = None if u is None or self.b is None else LowRank(u, self.b)
-        return grouped_mm(x, self.weight, ends, rows=rows, bias=self.bias, low_rank=added, out=out)
+        if out is None:
+            out = self._room(x, rows, self.weight.shape[1])
+        for some in self._chunks():
+            weight, low_rank = self._dense(some), _some(added, some)
+            bias = None if self.bias is None else self.bias[some]
+            grouped_mm(
+                *(x, weight, ends),
+                rows=rows,
+                bias=bias,
+                low_rank=low_rank,
+                out=out,
+                first=some.start,
+            )
+            del weight  # before the next chunk's
+        return out
 
     def inner(self, x: Tensor, ends: Tensor, rows: Tensor | None = None) -> Tensor | None:
         """Returns u (n, r); None without an adapter."""
@@ -79,7 +92,29 @@ class Stack:
         self, dy: Tensor, v: Tensor | None, ends: Tensor, rows: Tensor | None = None
     ) -> Tensor:  # (n, K)
         added = None if v is None or self.a is None else LowRank(v, self.a.transpose(1, 2))
-        return grouped_mm(dy, self.weight.transpose(1, 2), ends, rows=rows, low_rank=added)
+        out = self._room(dy, rows, self.weight.shape[2])
+        for some in self._chunks():
+            weight, low_rank = self._dense(some).transpose(1, 2), _some(added, some)
+            grouped_mm(dy, weight, ends, rows=rows, low_rank=low_rank, out=out, first=some.start)
+            del weight
+        return out
+
+    def _room(self, x: Tensor, rows: Tensor | None, width: int) -> Tensor:
+        return x.new_empty(len(x if rows is None else rows), width)
+
+    def _chunks(self) -> Iterable[slice]:
+        """Returns the experts that are dense at a time."""
+        weight = self.weight
+        return [slice(0, len(weight))] if isinstance(weight, Tensor) else weight.chunks()
+
+    def _dense(self, some: slice) -> Tensor:
+        weight = self.weight
+        return weight[some] if isinstance(weight, Tensor) else weight.dense(some)
+
+
+def _some(added: LowRank | None, some: slice) -> LowRank | None:
+    """Returns what is added to the places of some experts."""
+    return None if added is None else LowRank(added.u, added.b[some])
 
 
 class _Sum:

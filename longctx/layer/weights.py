@@ -17,9 +17,10 @@ from torch import Tensor
 
 from longctx.cost.dims import LayerSpec
 from longctx.layer.adapters.protocol import Settings
+from longctx.layer.dense_experts import STACKS, PackedExperts, by_chunks
 from longctx.layer.packed_weights import dense, packed_state
 from longctx.layer.projection import Projection
-from longctx.layer.stack import STACKS, ExpertLayout, Stack
+from longctx.layer.stack import ExpertLayout, Stack
 
 Parameters = Mapping[str, Tensor]
 MIXER = "mixer"
@@ -32,7 +33,8 @@ class Weights:
     """A layer's parameters in one pass."""
 
     given: dict[str, Tensor]
-    """The parameters, quantised ones made dense, but for those of a mixer."""
+    """The parameters, quantised ones made dense, but for those of a mixer, and of experts that are
+    dense by chunks."""
     holders: dict[str, str]
     """Maps each weight that lies in one parameter with others to the name of that parameter."""
     projections: dict[str, Projection]
@@ -49,10 +51,14 @@ class Weights:
         """Casts linear layers to `dtype` for matmuls; norms keep their dtype, as in autocast.
         `adapters` has the settings of adapters, by the names of parameters."""
         parts: Any = layer.parts
+        apart = by_chunks(parameters)
+
+        def stays(name: str) -> bool:
+            return name in apart or name.startswith(f"{MIXER}.")
+
         rooms = _rooms(parameters, [names for part in parts for names in part.side_by_side])
         given = {
-            name: x if name.startswith(f"{MIXER}.") else dense(x, rooms.get(name))
-            for name, x in parameters.items()
+            name: x if stays(name) else dense(x, rooms.get(name)) for name, x in parameters.items()
         }
         made = cls(given, {}, {}, {})
         for part in parts:
@@ -92,9 +98,13 @@ class Weights:
     def _stack(
         self, name: str, settings: Settings | None, dtype: torch.dtype, layout: ExpertLayout
     ) -> Stack:
-        weight, bias = self.given[name].to(dtype), self.given.get(f"{name}.bias")
-        if layout.transposed:
-            weight = weight.transpose(1, 2)
+        given, bias = self.given[name], self.given.get(f"{name}.bias")
+        weight: Tensor | PackedExperts
+        if packed_state(given) is not None:
+            weight = PackedExperts(given, dtype, layout.transposed)
+        else:
+            weight = given.to(dtype)
+            weight = weight.transpose(1, 2) if layout.transposed else weight
         stack = Stack(weight, None if bias is None else bias.to(dtype))
         if settings is None:
             return stack

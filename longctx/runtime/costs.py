@@ -19,6 +19,7 @@ from longctx.head.loss import loss_cost
 from longctx.layer import segments as cutting
 from longctx.layer.adapters.dora import dora_cost
 from longctx.layer.adapters.lora import adapters_cost
+from longctx.layer.dense_experts import chunks_cost
 from longctx.layer.linear import dense_cost
 from longctx.layer.specs.layer_cost import parts_cost
 from longctx.runtime.peer_costs import peer_adapters_cost, peer_layer_cost, peer_loss_cost
@@ -67,7 +68,8 @@ class StepTable:
         if s.class_type != "custom":
             return peer_layer_cost(s, kind, batch) + peer_adapters_cost(s, kind, batch)
         adapters = [adapters_cost(s, kind, batch), dora_cost(s, kind, batch)]
-        return joined([*parts_cost(s, kind, batch), *adapters, dense_cost(kind)])
+        of_weights = dense_cost(kind), chunks_cost(s, kind, batch)
+        return joined([*parts_cost(s, kind, batch), *adapters, *of_weights])
 
     @cached_property
     def layers(self) -> tuple[Table, ...]:

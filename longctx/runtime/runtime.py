@@ -54,6 +54,7 @@ from longctx.families.families import (
 from longctx.families.family import Layer, mlp_width
 from longctx.families.look import look, whole_shape
 from longctx.families.strangers import gathers_weights, why_not_chunked
+from longctx.layer.dense_experts import by_chunks
 from longctx.layer.packed_weights import packed_state
 from longctx.layer.passes import Rope, Schedule
 from longctx.layer.specs.experts_spec import ExpertsSpec
@@ -400,7 +401,8 @@ def _kind(layer: Any, spec: Layer, itemsize: int) -> LayerKind:
     trained = [name for name, x in inside.items() if x.requires_grad]
     weights = [x for name, x in named.items() if name not in inside]
     adapters = layer_adapters(layer, spec, look).values()
-    packed = [state for w in named.values() if (state := packed_state(w)) is not None]
+    packed = {n: state for n, w in named.items() if (state := packed_state(w)) is not None}
+    apart = by_chunks(named)
     experts, mixes = spec.part(ExpertsSpec), spec.part(MixerSpec)
 
     def times(x: Applied) -> float:
@@ -411,7 +413,8 @@ def _kind(layer: Any, spec: Layer, itemsize: int) -> LayerKind:
         parts=spec.parts,
         mixed=mixes.sizes(shapes, trained, itemsize) if mixes else None,
         trains_weights=any(x.requires_grad and x.dim() > 1 for x in weights),
-        dense_bytes=sum(math.prod(state.shape) * itemsize for state in packed),
+        dense_bytes=sum(math.prod(x.shape) * itemsize for n, x in packed.items() if n not in apart),
+        dense_stacks=tuple(apart.values()),
         rank=max((x.rank for x in adapters), default=0),
         drops=any(x.dropout for x in adapters),
         adapted=Adapted(

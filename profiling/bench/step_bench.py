@@ -36,7 +36,8 @@ steps of that length, `host_gib` what the run's processes hold of the host (memo
 control group of `cgroup_gib` where it was held to one (profiling/in_cgroup.py); `alloc_retries`
 counts how often in a step the allocator was full and gave back what it held without using it, which
 stops the GPU. `lora` is the rank of adapters on all linear maps (0: all weights train), `quantize`
-the weights under them, `packed` their format; such rows have no MFU. Without a GPU (`gpus=0`) there
+the weights under them, `packed` their format, `adapts` attention if no other linear layer has some;
+such rows have no MFU. Without a GPU (`gpus=0`) there
 is none either, and the only peak is the process' own (`peak_host_gib`). `tokens` counts one row,
 which `sequence_parallel` GPUs share, `tokens_per_s` the tokens of all GPUs, `mfu` is of each. Peers
 share rows by accelerate's Ulysses: with an engine of DeepSpeed and `backend=sdpa` or `fa2`.
@@ -68,9 +69,12 @@ WARM_UP_TOKENS = 8192
 KEY = (
     *("class_type", "engine", "gpus", "rows", "tokens", "layers", "backend", "offload"),
     *("checkpointing", "keep", "passes", "states", "place", "gpu_gib", "lora", "quantize"),
-    *("sequence_parallel", "host_memory_gib", "preset", "task", "answer"),
+    *("sequence_parallel", "host_memory_gib", "preset", "task", "answer", "adapts"),
 )
-SINCE = ("lora", "quantize", "sequence_parallel", "host_memory_gib", "preset", "task", "answer")
+SINCE = (
+    *("lora", "quantize", "sequence_parallel", "host_memory_gib", "preset", "task", "answer"),
+    "adapts",
+)
 """Keys that rows have only where they say something."""
 DEFAULTS: Case = {
     "class_type": "custom",
@@ -94,7 +98,9 @@ DEFAULTS: Case = {
     "preset": "llama-3.1-8b",
     "task": "sft",
     "answer": 0,
+    "adapts": "all",
 }
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 LIGER = dict(class_type="liger", backend="fa4", checkpointing="selective")
@@ -104,6 +110,7 @@ MIXTURE = dict(**EXACT, lora=16, preset="qwen3-30b-a3b", layers=48)
 PEER = dict(engine="plain", **LIGER)
 OSS = dict(lora=16, preset="gpt-oss-20b")
 OSS_120B = dict(lora=16, preset="gpt-oss-120b", layers=36)
+ON_24_GIB = dict(tokens=32768, gpu_gib=24, host_memory_gib=60)
 HYBRID = dict(lora=16, preset="qwen3.5-9b", layers=32)
 ANY = dict(engine="plain", lora=16, tokens=32768)
 MOONLIGHT = dict(**ANY, preset="moonlight-16b-a3b", layers=27)
@@ -167,6 +174,8 @@ PUBLISHED: dict[str, list[Case]] = {
     "published": [  # bases as they are published, and NF4 beside FP8
         dict(**EXACT, **OSS, layers=24, tokens="8192+131072", gpu_gib=24, host_memory_gib=66),
         dict(**EXACT, **OSS_120B, tokens=131072, gpu_gib=24, host_memory_gib=120),
+        dict(**EXACT, **OSS_120B, **ON_24_GIB, adapts="attention"),
+        dict(**EXACT, **NF4, **ON_24_GIB, preset="llama-3.3-70b", layers=80),
         dict(**EXACT, lora=16, preset="qwen3-8b-fp8", layers=36, tokens="2048+8192+131072"),
         dict(**EXACT, **NF4, preset="qwen3-8b", layers=36, tokens="2048+8192+131072"),
     ],
@@ -236,7 +245,8 @@ def train_flags(case: Case, longest: int) -> list[str]:
         flags |= {name: gib for name, gib in budgets.items() if gib}
     if case["lora"]:
         flags |= dict(lora_r=case["lora"], quantize=case["quantize"])
-    return [f"--{k}={v}" for k, v in (flags | engine_options(case["engine"])).items()]
+    targets = ["--lora_targets", *ATTENTION] if case["adapts"] == "attention" else []
+    return [*(f"--{k}={v}" for k, v in (flags | engine_options(case["engine"])).items()), *targets]
 
 
 def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]:

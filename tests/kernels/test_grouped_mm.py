@@ -225,6 +225,39 @@ def test_rows_of_other_experts_do_not_matter() -> None:
     assert acc[0].isfinite().all() and acc[2].isfinite().all()
 
 
+@pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
+@pytest.mark.parametrize("each", [1, 2, 5])
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("counts", SEGMENTS.values(), ids=SEGMENTS)
+def test_some_experts_at_a_time_are_all_of_them(counts, gathered, each, plain, request) -> None:
+    """With biases and adapters, to the bit, and nothing is written to other experts' places."""
+    if plain:
+        request.getfixturevalue("reference_kernels")
+    torch.manual_seed(sum(counts))
+    n, m, experts = sum(counts), 11, len(counts)
+    dtype = torch.float32
+    x = draw(m if gathered else n, 24, dtype=dtype)
+    weight, bias = draw(experts, 40, 24, dtype=dtype), draw(experts, 40, dtype=dtype)
+    added = LowRank(draw(n, 3, dtype=dtype), draw(experts, 40, 3, dtype=dtype))
+    how = dict(ends=ends_of(counts), rows=rows_of(n, m) if gathered else None)
+    whole = grouped_mm(x, weight, **how, bias=bias, low_rank=added)
+    found, before = torch.full_like(whole, 7), 0
+    for first in range(0, experts, each):
+        some = slice(first, first + each)
+        low_rank = LowRank(added.u, added.b[some])
+        given = dict(how, bias=bias[some], low_rank=low_rank, out=found, first=first)
+        grouped_mm(x, weight[some], **given)
+        before += sum(counts[some])
+        assert torch.equal(found[:before], whole[:before]) and (found[before:] == 7).all()
+
+
+def test_experts_that_are_not_there() -> None:
+    x, weight, ends = draw(4, 8, dtype=torch.float32), draw(2, 8, 8, dtype=torch.float32), [1, 2, 1]
+    for first in (2, -1):
+        with pytest.raises(ValueError, match=rf"2 experts from the one at {first} on .* among 3"):
+            grouped_mm(x, weight, ends_of(ends), first=first)
+
+
 @pytest.mark.gpu
 def test_tiles_do_not_change_a_row() -> None:
     """A row's bits depend on neither its place in a tile nor the slots of others."""

@@ -31,6 +31,7 @@ from torch import Tensor
 from longctx.kernels.clamped_swiglu import clamped_swiglu_backward_, clamped_swiglu_forward
 from longctx.kernels.grouped_mm import Sorted, combine, slot_dots, sort_slots
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
+from longctx.layer.dense_experts import STACKS
 from longctx.layer.linear import WeightGradient, wide_mm
 from longctx.layer.parts.norms import Norm
 from longctx.layer.parts.protocol import NOTHING, Kept, OverTiles
@@ -39,7 +40,6 @@ from longctx.layer.passes import Pass
 from longctx.layer.projection import plus_product
 from longctx.layer.router import IDS, logits_grad, route
 from longctx.layer.specs.experts_spec import ExpertsSpec
-from longctx.layer.stack import STACKS
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class Experts(OverTiles):
             self._kept["ids"] = torch.empty(T, k, dtype=IDS, device=x.device)
             self._pass.keep("routing", {"ids": self._kept["ids"]}, of_tiles=True)
         if self._pass.keeps("gate up"):
-            weight = self._in.weight
-            self._kept["gate up"] = weight.new_empty(T, k, weight.shape[1])
+            width, dtype = self._in.weight.shape[1], self._in.weight.dtype
+            self._kept["gate up"] = x.new_empty(T, k, width, dtype=dtype)
             self._pass.keep("gate up", {"gate up": self._kept["gate up"]}, of_tiles=True)
         if self._shared is not None:
             self._shared.keep(x)

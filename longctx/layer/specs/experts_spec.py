@@ -14,11 +14,12 @@ from longctx.cost.dims import LayerKind
 from longctx.cost.fitted import EXPERT_LAUNCHES
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work, buffers_during
+from longctx.layer.dense_experts import STACKS
 from longctx.layer.linear import weight_sums
 from longctx.layer.router import Router
 from longctx.layer.specs.mlp_spec import NORM2, MlpSpec
 from longctx.layer.specs.part_spec import PartSpec, Paths, Shape, Spec, paths
-from longctx.layer.stack import PLAIN, STACKS, ExpertLayout
+from longctx.layer.stack import PLAIN, ExpertLayout
 
 _OF_BOTH = ("modules", "activations")
 

@@ -35,8 +35,8 @@ from longctx.families.matrices import linears, stacks
 from longctx.families.stand_ins import shaped_experts
 from longctx.families.strangers import why_not_scheduled
 from longctx.families.vision import towers
+from longctx.layer.dense_experts import STACKS
 from longctx.layer.packed_weights import packed_names
-from longctx.layer.stack import STACKS
 from longctx.packages import pip_install
 from longctx.system import expanded, installed
 from longctx.train.options.config import ModelArguments

@@ -23,6 +23,8 @@ from exactness import DEVICE
 from longctx.errors import UserError
 from longctx.families.blocks import move_scales, scales, state_blocks
 from longctx.families.stand_ins import shaped_experts
+from longctx.layer import dense_experts
+from longctx.layer.dense_experts import PackedExperts
 from longctx.layer.packed_linear import PackedLinear
 from longctx.layer.packed_weights import Fp8, dense, packed_state, packed_weight
 from longctx.train.loading.pretrained import packed_files, read_config, read_model
@@ -129,12 +131,13 @@ def test_fp8_of_compressed_tensors_is_read(family, block, tmp_path) -> None:
         read_config(where)
 
 
-def adapted(model: Any, *, dora: bool) -> Any:
+def adapted(model: Any, *, dora: bool, experts: bool = False, **settings: Any) -> Any:
     names = {path.rpartition(".")[2] for path, _ in model.named_modules()}
     config = peft.LoraConfig(
         r=4,
         target_modules=[name for name in TARGETS if name in names],
-        exclude_modules=r".*(mlp|vision|visual).*",
+        exclude_modules=None if experts else r".*(mlp|vision|visual).*",
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"] if experts else None,
         use_dora=dora,
     )
     with shaped_experts(model):
@@ -143,7 +146,20 @@ def adapted(model: Any, *, dora: bool) -> Any:
     for name, x in model.named_parameters():
         if "lora_A" in name or "lora_B" in name:
             nn.init.normal_(x, std=0.1)
-    return longctx.patch(model, strict=True)
+    return longctx.patch(model, strict=True, **settings)
+
+
+def counted(patch: pytest.MonkeyPatch, home: Any, name: str) -> list[Any]:
+    """Returns the arguments of all calls of a method from here on."""
+    calls: list[Any] = []
+    run = getattr(home, name)
+
+    def noted(*args: Any) -> Any:
+        calls.append(args)
+        return run(*args)
+
+    patch.setattr(home, name, noted)
+    return calls
 
 
 @pytest.fixture
@@ -178,6 +194,27 @@ def test_adapters_train_to_the_bits_of_the_dense_model(
     assert torch.equal(loss, truth) and loss.isfinite() and grads.keys() == expected.keys()
     assert len(grads) >= 6 and bool(lengths) == dora
     assert all(torch.equal(grad, expected[name]) for name, grad in grads.items())
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("keep", ["o", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["gpt_oss", "qwen3_moe", "a scale a row"])
+def test_experts_by_chunks_train_to_the_same_bits(
+    case, dtype, keep, folder_of, repeatable, monkeypatch
+) -> None:
+    """One or two experts dense at a time, in tiles of tokens."""
+    found = []
+    for by_chunks in (False, True):
+        monkeypatch.setattr(dense_experts, "WHOLE_BYTES", 0 if by_chunks else 2**40)
+        monkeypatch.setattr(dense_experts, "CHUNK_BYTES", 2**14)
+        chunks = counted(monkeypatch, PackedExperts, "dense")
+        model = read(folder_of(case), dtype, keeps=True)
+        model = adapted(model, dora=False, experts=True, keep=keep, tile_tokens=31)
+        loss, grads = gradients(model, batch(PACKED))
+        found.append({"loss": loss, **grads})
+        assert bool(chunks) == by_chunks and any("experts" in name for name in grads)
+    assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
 
 
 @pytest.mark.parametrize("case", ["gpt_oss", "llama", "qwen3_moe"])
@@ -300,6 +337,27 @@ def test_public_models_are_planned_as_published(capsys) -> None:
     assert json.loads(out)["fits"] and json.loads(out)["host_reading_gib"] < 2
     plan(["--preset", "qwen3-8b", *words])
     assert "published" not in capsys.readouterr().err
+
+
+def test_experts_of_gpt_oss_120b_are_dense_by_chunks(capsys, monkeypatch) -> None:
+    """So that a card of 24 GiB and a host of 60 hold it; of other mixtures all are, at once."""
+    words = "--lora_r 16 --seq_len 32768 --gpu h200 --gpu_memory_gib 24 --host_memory_gib 60 --json"
+    words = f"{words} --lora_targets q_proj k_proj v_proj o_proj --preset".split()
+
+    def planned(preset: str) -> Any:
+        plan([*words, preset])
+        return json.loads(capsys.readouterr().out)
+
+    def of_experts(found: Any) -> list[float]:
+        name = "some experts' dense weights"
+        return [p["buffers"][name] for p in found["phases"] if name in p["buffers"]]
+
+    small, large = planned("gpt-oss-20b"), planned("gpt-oss-120b")
+    assert large["fits"] and of_experts(large) == [1.0, 1.0] and of_experts(small) == []
+    monkeypatch.setattr(dense_experts, "WHOLE_BYTES", 2**40)
+    with pytest.raises(SystemExit):
+        planned("gpt-oss-120b")
+    assert not json.loads(capsys.readouterr().out)["fits"]
 
 
 def changed(folder: Path, to: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
