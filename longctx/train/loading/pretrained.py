@@ -122,7 +122,7 @@ def read_model(
         config, more = of_files, more | quantised.made_dense(packed)
     with _explained(source):
         files = _weight_files(name, where)
-        tensors = check_files(files, packed=holds_nf4(config) or packed is not None)
+        tensors = check_files(files, "NF4" if holds_nf4(config) else packed)
         refuse_without_experts(str(source.name), tensors, experts_of(config))
         if stays:
             more |= quantised.kept(files, of_files, dtype)

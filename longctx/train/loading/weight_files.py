@@ -40,6 +40,8 @@ _NF4 = {
 }
 _FLOATS, _BYTES = ("F", "BF", "float", "bfloat"), ("U8", "uint8")
 """Beginnings of the names of dtypes, in safetensors and in torch."""
+_IN_BYTES = {"NF4": re.compile(""), "MXFP4": re.compile(r"_(blocks|scales)$")}
+"""Maps formats of packed weights to the tensors that are bytes in their files. FP8 is a dtype."""
 _BUFFERS = re.compile(r"(^|\.)(inv_freq|position_ids|attn\.bias|attention\.bias|masked_bias)$")
 """Tensors of old checkpoints that models compute: frequencies of RoPE, positions, masks."""
 
@@ -91,19 +93,21 @@ def holds_nf4(config: Any) -> bool:
     return _NF4.items() <= {name: found.get(name) for name in _NF4}.items()
 
 
-def check_files(files: Sequence[Path], *, packed: bool = False) -> list[str]:
+def check_files(files: Sequence[Path], packed: str | None = None) -> list[str]:
     """Returns the names of the tensors in a model's files. Raises ValueError for a file that would
     fill the memory, and for a tensor that is no floating point: transformers would cast it, and a
-    run would train what is left. Of `packed` weights bytes are accepted."""
+    run would train what is left. `packed` is the format of packed weights, whose bytes are
+    accepted."""
     folder = Path(os.path.commonpath([path.parent for path in files])) if files else Path()
     pickled = [p.relative_to(folder) for p in files if p.suffix != _SAFE]
     if files and (problem := tensor_problem(folder, [escape(str(path)) for path in pickled])):
         raise ValueError(problem)
-    names = []
+    names, in_bytes = [], _IN_BYTES.get(packed or "")
     for path in files:
         for name, dtype in _dtypes(path):
             names.append(name)
-            known = (*_FLOATS, *_BYTES) if packed else _FLOATS
+            takes = in_bytes is not None and in_bytes.search(name)
+            known = (*_FLOATS, *_BYTES) if takes else _FLOATS
             if not dtype.startswith(known) and not _BUFFERS.search(name):
                 raise ValueError(f"{name} in {path.name} holds {dtype}, no floating point")
     return names

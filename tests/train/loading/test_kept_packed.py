@@ -429,6 +429,11 @@ DAMAGED: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
         lambda x: [x.pop(f"{EXPERTS}{name}") for name in ("down_proj_scales", "down_proj_blocks")],
         rf"2 of the model's weights are not in .* \({EXPERTS}down_proj_blocks",
     ),
+    "bytes for a dense weight": (
+        "gpt_oss",
+        lambda x: x.update({f"{LAYER}self_attn.k_proj.weight": torch.ones(16, 32).byte()}),
+        rf"{LAYER}self_attn.k_proj.weight in model.safetensors holds U8, no floating point",
+    ),
     "E8M0's NaN": (
         "gpt_oss",
         lambda x: x[f"{EXPERTS}down_proj_scales"][0, 3].fill_(255),

@@ -224,6 +224,22 @@ def _dpo(folder: Path) -> list[str]:
     return ["--task", "dpo", "--train_file", str(data), "--seq_len", "400"]
 
 
+def _fp8(folder: Path) -> list[str]:
+    from profiling.packed_folder import in_fp8
+
+    in_fp8(folder / "model", block=(8, 16))
+    return LORA
+
+
+def _mxfp4(folder: Path) -> list[str]:
+    from small_packed import saved_in_mxfp4
+
+    written = json.loads((folder / "model/config.json").read_text())
+    names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+    saved_in_mxfp4(folder / "model", intermediate_size=96, **{n: written[n] for n in names})
+    return LORA[:2]  # experts' adapters have no dropout
+
+
 EXACT = ["--dtype", "bfloat16", "--place", "host"]
 TWO_BATCHES = ["--gradient_accumulation_steps", "2"]
 LORA = ["--lora_r", "4", "--lora_dropout", "0.1"]
@@ -232,6 +248,8 @@ ENGINES = {
     "exact": Engine(1, lambda folder: EXACT, _train, streams=True),
     "accumulates": Engine(1, lambda folder: [*EXACT, *TWO_BATCHES], _train, streams=True),
     "lora": Engine(1, lambda folder: LORA, _train),
+    "fp8": Engine(1, _fp8, _train),
+    "mxfp4": Engine(1, _mxfp4, _train),
     "dpo": Engine(1, _dpo, _train, refers=True),
     "ddp": Engine(2, lambda folder: [], _train),
     "zero3": Engine(2, _zero3, _train_with_deepspeed),
