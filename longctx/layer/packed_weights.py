@@ -22,6 +22,9 @@ from longctx.kernels.fp8 import dense_fp8
 from longctx.kernels.mxfp4 import dense_mxfp4
 from longctx.kernels.nf4 import dense_nf4
 
+PIECE = 2**26
+"""Bytes that are looked at at a time."""
+
 
 class PackedState(Protocol):
     """A packed weight (O, I), or experts' (E, O, I), without its bytes: what makes numbers of
@@ -49,6 +52,9 @@ class PackedState(Protocol):
 
     def of_experts(self, packed: Tensor, some: slice) -> Tensor:
         """Returns the dense weight of some of the experts, in the bits of `dense`."""
+
+    def is_finite(self, packed: Tensor) -> bool:
+        """Whether all of the dense weight are numbers, which is not made for it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +86,9 @@ class Nf4:
     def of_experts(self, packed: Tensor, some: slice) -> Tensor:
         return self.dense(packed)[some]
 
+    def is_finite(self, packed: Tensor) -> bool:
+        return all(getattr(owner, name).isfinite().all() for owner, name in self.beside)
+
 
 @dataclass(eq=False)
 class Mxfp4:
@@ -109,6 +118,9 @@ class Mxfp4:
         made = dense_mxfp4(lying[some], self.scale[some], self.dtype)
         return made.transpose(-1, -2) if self.transposed else made
 
+    def is_finite(self, packed: Tensor) -> bool:
+        return not (self.scale == 255).any()
+
 
 @dataclass(eq=False)
 class Fp8:
@@ -132,6 +144,12 @@ class Fp8:
     def of_experts(self, packed: Tensor, some: slice) -> Tensor:
         lying = packed.view(self.shape)
         return dense_fp8(lying[some], self.scale[some], self.block, self.dtype)
+
+    def is_finite(self, packed: Tensor) -> bool:
+        if not self.scale.isfinite().all():
+            return False
+        codes = packed.flatten().view(torch.uint8).split(PIECE)
+        return not any(((some & 127) == 127).any() for some in codes)
 
 
 def packed_weight(data: Tensor, state: PackedState) -> nn.Parameter:

@@ -3,7 +3,7 @@
 Every step one number is read, the gradient norm that is computed anyway; nothing is hooked. Only
 after a failure the step's rows run once more, one by one, until the first cause is found:
 
-    weights    one is not finite: the run was broken before this step
+    weights    one is not finite: the run was broken before this step, or its files were
     forward    the first module whose output is not finite, and the document it happened in
     backward   the first parameter, in the order of backward, whose gradient is not finite (clipping
                by a norm that is not finite has overwritten the step's own gradients)
@@ -29,6 +29,7 @@ from longctx.attention.shards import Shards
 from longctx.errors import UserError, print_rank0
 from longctx.families.blocks import decoder_layers
 from longctx.families.vision import of_images, tower_modules
+from longctx.layer.packed_weights import packed_state
 from longctx.loop.collectives import any_rank, local_shard
 from longctx.runtime.runtime import patched_part
 from longctx.train.tasks.protocol import Task
@@ -181,8 +182,10 @@ def _apart(batch: Batch) -> list[Batch]:
 
 
 def _broken_weight(model: nn.Module, *_: Any) -> str | None:
-    name = broken_weight(model)
-    return name and f"the weight {name} was broken before it"
+    if name := broken_weight(model):
+        return f"the weight {name} was broken before it"
+    name = _broken_packed_weight(model)
+    return name and f"the weight {name} is not finite in the model's files: get them again"
 
 
 def broken_weight(model: nn.Module) -> str | None:
@@ -194,6 +197,15 @@ def broken_weight(model: nn.Module) -> str | None:
         if (shard := local_shard(weight)).numel() and shard.is_floating_point()
     }
     return next((_plain(name) for name, norm in norms.items() if not norm.isfinite()), None)
+
+
+def _broken_packed_weight(model: nn.Module) -> str | None:
+    """Returns the first packed weight that is not finite, as its files had it."""
+    for name, weight in model.named_parameters():
+        state = packed_state(weight)
+        if state is not None and not state.is_finite(weight.detach()):
+            return _plain(name)
+    return None
 
 
 def _broken_output(model: nn.Module, rows: Sequence[Batch], names: Names, loss: Loss) -> str | None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_packed import saved_in_mxfp4
 from small_run import logged, prepare, run
 
+from longctx.errors import UserError
 from longctx.train import cli
 from longctx.train.loading import quantised
 from profiling.packed_folder import in_fp8
@@ -148,3 +149,19 @@ def test_models_that_do_not_train_stay_packed(
         said = capsys.readouterr().out
         assert (f"is in {form}: " in said) and ("made dense" in said) != keeps
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_a_weight_that_is_no_number_is_named(flags_over, tmp_path) -> None:
+    """A code of FP8 that is NaN: files are read without looking at each weight."""
+    flags = flags_over("FP8")
+    folder = tmp_path / "model"
+    shutil.copytree(base_of(flags), folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name].view(torch.uint8)[3, 4] = 127
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    flags = [str(folder) if word == str(base_of(flags)) else word for word in flags]
+    with pytest.raises(
+        UserError, match=r"layers.1.mlp.up_proj.* is not finite in the model's files"
+    ):
+        run(flags, tmp_path / "run")
