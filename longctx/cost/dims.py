@@ -59,11 +59,11 @@ class Adapted(NamedTuple):
 
 
 class MixerMemory(NamedTuple):
-    """What a mixer holds of a token, in elements for each column of its linear layers
+    """The memory of a mixer's tensors: elements a token for each column of its linear layers
     (`Mixed.columns`)."""
 
     graph: float
-    """What autograd saves for backward."""
+    """Elements that autograd saves for backward."""
     forward: float
     """The most at a time in a forward without a graph, with the mixer's output."""
     backward: float

@@ -48,7 +48,7 @@ class PackedExperts:
 
     packed: Tensor
     dtype: torch.dtype
-    """That of the dense weights in matmuls."""
+    """The dtype in which the weights are multiplied."""
     transposed: bool
     """Whether the parameter's dense weight is (E, K, O)."""
 

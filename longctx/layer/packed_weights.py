@@ -54,7 +54,7 @@ class PackedState(Protocol):
         """Returns the dense weight of some of the experts, in the bits of `dense`."""
 
     def is_finite(self, packed: Tensor) -> bool:
-        """Whether all of the dense weight are numbers, which is not made for it."""
+        """Whether the dense weight, which is not made for that, has no NaN and no infinity."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -62,21 +62,7 @@ class Stack:
     ) -> Tensor:  # (n, O)
         u = self.inner(x, ends, rows)
         added = None if u is None or self.b is None else LowRank(u, self.b)
-        if out is None:
-            out = self._room(x, rows, self.weight.shape[1])
-        for some in self._chunks():
-            weight, low_rank = self._dense(some), _some(added, some)
-            bias = None if self.bias is None else self.bias[some]
-            grouped_mm(
-                *(x, weight, ends),
-                rows=rows,
-                bias=bias,
-                low_rank=low_rank,
-                out=out,
-                first=some.start,
-            )
-            del weight  # before the next chunk's
-        return out
+        return self._product(x, ends, rows, added, out=out)
 
     def inner(self, x: Tensor, ends: Tensor, rows: Tensor | None = None) -> Tensor | None:
         """Returns u (n, r); None without an adapter."""
@@ -92,15 +78,37 @@ class Stack:
         self, dy: Tensor, v: Tensor | None, ends: Tensor, rows: Tensor | None = None
     ) -> Tensor:  # (n, K)
         added = None if v is None or self.a is None else LowRank(v, self.a.transpose(1, 2))
-        out = self._room(dy, rows, self.weight.shape[2])
-        for some in self._chunks():
-            weight, low_rank = self._dense(some).transpose(1, 2), _some(added, some)
-            grouped_mm(dy, weight, ends, rows=rows, low_rank=low_rank, out=out, first=some.start)
-            del weight
-        return out
+        return self._product(dy, ends, rows, added, back=True)
 
-    def _room(self, x: Tensor, rows: Tensor | None, width: int) -> Tensor:
-        return x.new_empty(len(x if rows is None else rows), width)
+    def _product(
+        self,
+        x: Tensor,
+        ends: Tensor,
+        rows: Tensor | None,
+        added: LowRank | None,
+        *,
+        back: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Returns x times the weights of each slot's expert, transposed ones on the way back."""
+        if out is None:
+            slots = x if rows is None else rows
+            out = x.new_empty(len(slots), self.weight.shape[2 if back else 1])
+        bias = None if back else self.bias
+        for some in self._chunks():
+            weight = self._dense(some)
+            grouped_mm(
+                x,
+                weight.transpose(1, 2) if back else weight,
+                ends,
+                rows=rows,
+                bias=None if bias is None else bias[some],
+                low_rank=None if added is None else LowRank(added.u, added.b[some]),
+                out=out,
+                first=some.start,
+            )
+            del weight  # before the next ones are made dense
+        return out
 
     def _chunks(self) -> Iterable[slice]:
         """Returns the experts that are dense at a time."""
@@ -110,11 +118,6 @@ class Stack:
     def _dense(self, some: slice) -> Tensor:
         weight = self.weight
         return weight[some] if isinstance(weight, Tensor) else weight.dense(some)
-
-
-def _some(added: LowRank | None, some: slice) -> LowRank | None:
-    """Returns what is added to the places of some experts."""
-    return None if added is None else LowRank(added.u, added.b[some])
 
 
 class _Sum:

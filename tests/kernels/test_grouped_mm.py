@@ -230,7 +230,7 @@ def test_rows_of_other_experts_do_not_matter() -> None:
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("counts", SEGMENTS.values(), ids=SEGMENTS)
 def test_some_experts_at_a_time_are_all_of_them(counts, gathered, each, plain, request) -> None:
-    """With biases and adapters, to the bit, and nothing is written to other experts' places."""
+    """Products with biases and adapters have the same bits, and other experts' places stay."""
     if plain:
         request.getfixturevalue("reference_kernels")
     torch.manual_seed(sum(counts))

@@ -101,7 +101,8 @@ def measured(module: Any, spec: MixerSpec, *, packed: bool) -> MixerMemory:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_mixer_holds_no_more_than_is_counted(model, packed, monkeypatch) -> None:
-    """And no less than two thirds of it, but for what an older transformers holds."""
+    """A mixer holds no less than two thirds of what is counted, which has room for transformers
+    5.17."""
     monkeypatch.setattr(launch, "INTERPRETED", True)
     no_kernel_runs(monkeypatch)
     module, spec = mixer(model)

@@ -58,7 +58,7 @@ class MixerSpec(PartSpec):
     """The package whose kernels transformers takes for it, if it is there; empty where it needs
     none."""
     memory: MixerMemory | None = None
-    """What it holds of a token; None: as all mixers with this package do (IN_TORCH)."""
+    """The memory of its tensors; None: that of all mixers with this package (IN_TORCH)."""
     gated_norm: str = ""
     """The path in it of an RMSNorm with the SiLU of a gate (kernels/gated_norm.py)."""
     gate_first: bool = False
@@ -66,7 +66,7 @@ class MixerSpec(PartSpec):
 
     @property
     def holds(self) -> MixerMemory:
-        """What it holds of a token with the kernels that are installed here."""
+        """Returns the memory of its tensors with the kernels that are installed here."""
         if self.package and installed(self.package):
             return WITH_KERNELS[self.package]
         return self.memory or IN_TORCH[self.package]

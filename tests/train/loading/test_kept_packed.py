@@ -164,7 +164,7 @@ def counted(patch: pytest.MonkeyPatch, home: Any, name: str) -> list[Any]:
 
 @pytest.fixture
 def repeatable() -> Iterator[None]:
-    """The same bits every time: attention's backward sums dq in any order otherwise."""
+    """Makes attention's backward sum dq in one order, so that a run repeats its bits."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
