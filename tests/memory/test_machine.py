@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import psutil
 import pytest
 import torch
 from cost_sizes import keep_of
+from freed_memory import give_back_freed_memory
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -149,7 +149,7 @@ def test_the_store_is_told(cgroups) -> None:
 
 def test_what_the_run_holds() -> None:
     """Its own pages and its children's; not those of files that are mapped."""
-    gc.collect()
+    give_back_freed_memory()
     before = machine.held_host_bytes()
     taken = b"x" * (256 << 20)
     child = subprocess.Popen(

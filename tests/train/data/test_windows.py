@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import multiprocessing
 import random
 import resource
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
 import numpy as np
 import pytest
+from freed_memory import give_back_freed_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizer import small_tokenizer
@@ -328,7 +327,6 @@ def bytes_of_a_token() -> float:
 def test_a_token_takes_at_most_60_bytes():
     """In a process of its own, whose peak begins at what is there when it is forked: memory that
     earlier tests have freed goes back before that, or it would hide what is taken."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
+    give_back_freed_memory()
     with multiprocessing.get_context("fork").Pool(1) as pool:
         assert 0 < pool.apply(bytes_of_a_token) <= 60

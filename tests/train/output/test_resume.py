@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from freed_memory import give_back_freed_memory
 from safetensors.torch import load_file, save_file
 from small_run import run
 from transformers import TrainerState
@@ -163,6 +164,7 @@ def test_the_optimizer_is_mapped_not_copied(tmp_path: Path) -> None:
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    give_back_freed_memory()
     found = []
     for way in (nullcontext, mapped_files):  # a process each, which begins with the same memory
         with multiprocessing.get_context("fork").Pool(1) as pool:
