@@ -256,7 +256,7 @@ def _mm_tile(
     tl.store(out_ptrs, round_to(total, out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert"])
 def _mm_kernel(
     x_ptr,  # (m, K), rows at a stride
     weight_ptr,  # (E, width, K)

@@ -317,6 +317,7 @@ def _grouped_cases(grouped_mm, t: str):
     others have the plain one and the one that holds most, an adapter's."""
     p, itemsize = f"*{t}", 2 if t == "bf16" else 4
     slots = {"ends_ptr": "*i32", "experts": 128, "width": 1536, "K": 2048, "EXPERTS": 128}
+    slots |= {"first_expert": 5}
     configs = {
         grouped_mm.mm_config(n, 128, width, itemsize, 1024 * kib): None
         for n in (512, 65536)
