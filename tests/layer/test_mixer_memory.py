@@ -1,5 +1,5 @@
-"""What a mixer of published size holds of a token, which the plan counts: on a CPU, where its
-kernels allocate and do not run."""
+"""A plan counts the memory of a mixer's tensors (`MixerMemory`). Here mixers of published sizes run
+on a CPU, where their kernels allocate their results and compute nothing."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def adapt_(module: Any) -> None:
 
 
 def measured(module: Any, spec: MixerSpec, *, packed: bool) -> MixerMemory:
-    """What the mixer holds of a place of a row of TOKENS tokens, with no gradient of a weight that
-    is as large as those of tokens."""
+    """Returns the bytes that are alive in forward and backward, in elements of a place and of a
+    column of the mixer's linear layers. Only adapters and the input get gradients."""
     parameters = dict(module.named_parameters())
     columns = sum(len(p) for name, p in parameters.items() if p.dim() == 2 and "lora" not in name)
     hidden = parameters[next(name for name in parameters if "in_proj" in name)].shape[1]
