@@ -105,8 +105,10 @@ def _backward_kernel(
     dy_ptr,  # (B, T, C), rows and tokens at a stride
     x_ptr,  # (B, T, C), rows and tokens at a stride
     weight_ptr,  # (C, K)
+    begin_ptr,  # (B, K - 1, C), rows and tokens at a stride
     positions_ptr,  # (T,)
     dx_ptr,  # (B, T, C)
+    d_begin_ptr,  # (B, K - 1, C)
     parts_ptr,  # (B, programs, C, K + 1) fp32: of dw and, last, of db
     T,
     C,
@@ -114,7 +116,10 @@ def _backward_kernel(
     stride_dy_token,
     stride_x_row,
     stride_x_token,
+    stride_begin_row,
+    stride_begin_token,
     HAS_DW: tl.constexpr,
+    HAS_BEGIN: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
     TAPS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -122,12 +127,16 @@ def _backward_kernel(
 ):
     row, channel = tl.program_id(2).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    real = (token < T) & (channel < C)
+    if HAS_BEGIN:
+        token -= TAPS - 1
+    real = (token >= 0) & (token < T) & (channel < C)
+    before = (token < 0) & (channel < C)
+    at_begin = token + (TAPS - 1)
     part = (row * tl.num_programs(0) + tl.program_id(0)) * C + channel
     dx = tl.zeros((TOKENS, BLOCK), tl.float32)
     for j in tl.static_range(TAPS):
         at = token + (TAPS - 1 - j)
-        mask = (at < T) & (channel < C)
+        mask = (at >= 0) & (at < T) & (channel < C)
         if HAS_POSITIONS:
             position = tl.load(positions_ptr + at, mask=at < T, other=0)
             mask = mask & (position >= TAPS - 1 - j)
@@ -141,13 +150,55 @@ def _backward_kernel(
             x = tl.load(
                 x_ptr + row * stride_x_row + token * stride_x_token + channel, mask=real, other=0.0
             )
+            if HAS_BEGIN:
+                begin = begin_ptr + row * stride_begin_row + at_begin * stride_begin_token + channel
+                x += tl.load(begin, mask=before, other=0.0)
             dw = tl.sum(dy.to(tl.float32) * x.to(tl.float32), axis=0)
             tl.store(parts_ptr + part * (TAPS + 1) + j, dw, mask=channel < C)
             if j == TAPS - 1:
                 db = tl.sum(dy.to(tl.float32), axis=0)
                 tl.store(parts_ptr + part * (TAPS + 1) + TAPS, db, mask=channel < C)
-    out = dx_ptr + (row * T + token) * C + channel
-    tl.store(out, round_to(dx, dx_ptr.dtype.element_ty), mask=real)
+    dx = round_to(dx, dx_ptr.dtype.element_ty)
+    tl.store(dx_ptr + (row * T + token) * C + channel, dx, mask=real)
+    if HAS_BEGIN:
+        d_begin = d_begin_ptr + (row * (TAPS - 1) + at_begin) * C + channel
+        tl.store(d_begin, dx, mask=before)
+
+
+def conv_gradients(
+    dy: Tensor,  # (B, T, C)
+    x: Tensor,  # (B, T, C)
+    weight: Tensor,  # (C, K), contiguous
+    positions: Tensor | None = None,  # (T,)
+    begin: Tensor | None = None,  # (B, K - 1, C): what x is before the row, if it is not 0
+    *,
+    trains: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns dx (B, T, C), d_begin (B, K - 1, C), and if the filters are trained (C, K + 1) in
+    fp32: dw and, in the last column, db. Only on a device whose kernels run. Rows and tokens of dy,
+    x and begin lie at any stride."""
+    B, T, C = x.shape
+    taps = weight.shape[1]
+    grid = _grid(B, T + (0 if begin is None else taps - 1), C)
+    dx = x.new_empty(B, T, C)
+    d_begin = None if begin is None else x.new_empty(B, taps - 1, C)
+    parts = x.new_empty(B, grid[0], C, taps + 1, dtype=torch.float32) if trains else None
+    if dx.numel():
+        first = x if begin is None else begin
+        with on_device(x):
+            _backward_kernel[grid](
+                *(dy, x, weight, first, weight if positions is None else positions),
+                *(dx, dx if d_begin is None else d_begin, dx if parts is None else parts, T, C),
+                *(*dy.stride()[:2], *x.stride()[:2], *first.stride()[:2]),
+                HAS_DW=trains,
+                HAS_BEGIN=begin is not None,
+                HAS_POSITIONS=positions is not None,
+                TAPS=taps,
+                TOKENS=CONFIG.rows,
+                BLOCK=CONFIG.block,
+                num_warps=CONFIG.num_warps,
+            )
+    return dx, d_begin, None if parts is None else parts.sum((0, 1))
 
 
 class _CausalConv(torch.autograd.Function):
@@ -161,7 +212,7 @@ class _CausalConv(torch.autograd.Function):
         if out.numel():
             given = (weight if each is None else each for each in (bias, positions))
             with on_device(x):
-                _forward_kernel[_grid(x)](
+                _forward_kernel[_grid(B, T, C)](
                     *(x, weight, *given, out, T, C, *x.stride()[:2]),
                     HAS_BIAS=bias is not None,
                     HAS_POSITIONS=positions is not None,
@@ -176,27 +227,12 @@ class _CausalConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, positions = ctx.saved_tensors
-        B, T, C = x.shape
         taps, trains = weight.shape[1], any(ctx.needs_input_grad[1:])
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-        dx, grid = x.new_empty(B, T, C), _grid(x)
-        parts = x.new_empty(B, grid[0], C, taps + 1, dtype=torch.float32) if trains else None
-        if dx.numel():
-            with on_device(x):
-                _backward_kernel[grid](
-                    *(dy, x, weight, weight if positions is None else positions, dx),
-                    *(dx if parts is None else parts, T, C),
-                    *(*dy.stride()[:2], *x.stride()[:2]),
-                    HAS_DW=trains,
-                    HAS_POSITIONS=positions is not None,
-                    TAPS=taps,
-                    TOKENS=CONFIG.rows,
-                    BLOCK=CONFIG.block,
-                    num_warps=CONFIG.num_warps,
-                )
-        if parts is None:
+        dx, _, sums = conv_gradients(dy, x, weight, positions, trains=trains)
+        if sums is None:
             return dx, None, None, None
-        sums = parts.sum((0, 1)).to(weight.dtype)
+        sums = sums.to(weight.dtype)
         return dx, sums[:, :taps], sums[:, taps] if ctx.needs_input_grad[2] else None, None
 
 
@@ -232,8 +268,7 @@ def causal_conv(
     return result
 
 
-def _grid(x: Tensor) -> tuple[int, int, int]:
-    B, T, C = x.shape
+def _grid(B: int, T: int, C: int) -> tuple[int, int, int]:
     return triton.cdiv(T, CONFIG.rows), triton.cdiv(C, CONFIG.block), B
 
 

@@ -85,17 +85,19 @@ def _convolution_state(config: Any, layer: int) -> tuple[int, int]:
     return 0, config.hidden_size * (config.conv_L_cache - 1)
 
 
-def delta_net(gated_norm: str = "norm", **fields: Any) -> Declare:
+def delta_net(**fields: Any) -> Declare:
     """Declares a Gated DeltaNet, as in Qwen3.5."""
-    return mixer(
+    usual: dict[str, Any] = dict(
         path="linear_attn",
         module="GatedDeltaNet",
         kind="delta rule",
         package="fla",
-        gated_norm=gated_norm,
+        inner_linears={name: f"in_proj_{name}" for name in ("qkv", "z", "b", "a")}
+        | {"out": "out_proj"},
+        gated_norm="norm",
         state=_delta_state,
-        **fields,
     )
+    return mixer(**usual | fields)
 
 
 def mamba(**fields: Any) -> Declare:
@@ -117,9 +119,9 @@ def mamba(**fields: Any) -> Declare:
 _GATED = attention(norms=NORM1 | QK_NORMS, output_gate=True)
 
 
-def _mixed_or_gated(part: Declare) -> DeclareLayer:
+def _mixed_or_gated(part: Declare, **fields: Any) -> DeclareLayer:
     """Declares layers with a Gated DeltaNet or with gated attention, and a part over tiles."""
-    return layer_of(either(_is_mixed, delta_net(), _GATED), part)
+    return layer_of(either(_is_mixed, delta_net(**fields), _GATED), part)
 
 
 _QWEN3_5: dict[str, Any] = dict(
@@ -133,7 +135,12 @@ def _olmo_rope(config: Any, layer: int) -> str | None:
     return "all" if rope is not None and rope.get("rope_theta") is not None else None
 
 
-_OLMO_MIXES = delta_net("o_norm", decoder="LinearAttentionDecoderLayer")
+_OLMO_MIXES = delta_net(
+    decoder="LinearAttentionDecoderLayer",
+    inner_linears={name: f"{name}_proj" for name in (*QKV, "b", "a")}
+    | {"z": "g_proj", "out": "o_proj"},
+    gated_norm="o_norm",
+)
 _OLMO_ATTENDS = layer_of(
     attention(
         decoder="AttentionDecoderLayer",
@@ -299,7 +306,10 @@ HYBRIDS: tuple[Family, ...] = (
     Family(
         kind="qwen3_next",
         prefix="Qwen3Next",
-        layer=_mixed_or_gated(either(is_dense, mlp(), with_weighed_expert(normed_if_asked))),
+        layer=_mixed_or_gated(
+            either(is_dense, mlp(), with_weighed_expert(normed_if_asked)),
+            inner_linears={},  # q, k, v and z of each head lie side by side
+        ),
         norm=ONE_PLUS,
         balances=True,
     ),

@@ -33,7 +33,7 @@ from longctx.kernels.causal_conv import MOST_TAPS, causal_conv
 from longctx.kernels.gated_norm import gated_norm
 from longctx.kernels.launch import runs_kernel
 from longctx.kernels.state_space import has_kernels, scan
-from longctx.layer.adapted import adapted_linear
+from longctx.layer.adapted import Linear, linears
 from longctx.layer.packed_weights import packed_state
 from longctx.layer.row_documents import RowDocuments
 
@@ -226,7 +226,8 @@ def _delta_rule(
     return chunks.collect(o), None
 
 
-RECURRENCES = {"mamba2_chunk_scan": _scanned, "torch_chunk_gated_delta_rule": _delta_rule}
+DELTA_RULE = "torch_chunk_gated_delta_rule"
+RECURRENCES = {"mamba2_chunk_scan": _scanned, DELTA_RULE: _delta_rule}
 """Maps functions that transformers' files call to their replacements, which get them as second
 argument: our scan of Mamba 2, where its kernels can compute it, and Gated DeltaNet's own function,
 which flash-linear-attention has replaced already."""
@@ -282,13 +283,13 @@ def _is_ours(module: Any) -> bool:
     base = module.base_layer
     if base._forward_hooks or base._forward_pre_hooks or base.weight.requires_grad:
         return False
-    dtype = _dense_dtype(base)
+    dtype = dense_dtype(base)
     if dtype is None or dtype.itemsize > 4:
         return False
     return not any((*why_not_applied(module, dtype, ""), *why_not_dense(base, dtype, "")))
 
 
-def _dense_dtype(base: nn.Module) -> torch.dtype | None:
+def dense_dtype(base: nn.Module) -> torch.dtype | None:
     """Returns the dtype of a linear layer's dequantised weight; None for a layer of another
     class."""
     if type(base) is nn.Linear:
@@ -302,8 +303,9 @@ def _dense_dtype(base: nn.Module) -> torch.dtype | None:
 def _adapted(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     base, adapter = module.base_layer, applied({"": module}).get("")
     plain = adapter is not None and not adapter.dropout and not adapter.more
-    casts = torch.is_autocast_enabled(x.device.type) or x.dtype != _dense_dtype(base)
+    casts = torch.is_autocast_enabled(x.device.type) or x.dtype != dense_dtype(base)
     if args or kwargs or casts or adapter is None or not plain:
         theirs: Tensor = type(module).forward(module, x, *args, **kwargs)
         return theirs
-    return adapted_linear(x, base.weight, base.bias, adapter.a, adapter.b, adapter.scale)
+    layer = Linear(base.weight, base.bias, adapter.a, adapter.b, adapter.scale)
+    return linears(x, [layer])[0]

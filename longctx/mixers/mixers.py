@@ -10,6 +10,7 @@ that transformers 5.17 to 5.23 call.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,6 +26,7 @@ from longctx.kernels.state_space import TILE, WIDEST, has_kernels
 from longctx.layer.parts.mixer import State
 from longctx.layer.row_documents import RowDocuments
 from longctx.layer.specs.mixer_spec import MixerSpec
+from longctx.mixers.gated_delta_net import can_be_ours, our_delta_net
 from longctx.mixers.mixer_kernels import (
     CONVOLUTION,
     RECURRENCE,
@@ -85,9 +87,11 @@ class ModelsMixer:
         how = {"hidden_states": n, self.spec.cache: carried}
         norm = self.module.get_submodule(self.spec.gated_norm) if self.spec.gated_norm else None
         call = MixerCall(begins=bool(begin), packed=packed)
-        convolution, kernels = OurConvolution(call), our_recurrence(self.module, call)
+        ours: AbstractContextManager[Any] = OurConvolution(call)
+        if can_be_ours(self.module, self.spec, n):
+            ours = our_delta_net(self.module, self.spec, call, self._adapted)
         gated = our_gated_norm(norm, gate_first=self.spec.gate_first)
-        with convolution, kernels, gated, our_adapters(self._adapted):
+        with ours, our_recurrence(self.module, call), gated, our_adapters(self._adapted):
             z: Tensor = functional_call(self.module, dict(parameters), (), how)
         call.check(_CROSS.get(self.spec.kind, ()))
         # Falcon-H1's norm drops a dimension if rows have one token.
@@ -120,7 +124,7 @@ class Carried:
     """Keeps the convolution off the path of generation, which writes its state in place."""
 
     def __init__(self, begin: State, *, ends: bool = True) -> None:
-        self._begin, self._ends = begin, ends
+        self._begin, self.ends = begin, ends
         self._convolved: list[Tensor] = []
         self._recurrent: list[Tensor] = []
 
@@ -136,16 +140,19 @@ class Carried:
         if self._begin:
             rows = torch.cat([self._begin[0].to(x.dtype).mT, rows], dim=1)
             x = rows.mT
-        if not self._ends:
+        if not self.ends:
             return x
         last = rows[:, max(0, rows.shape[1] - reach) :]
         # A copy: a view would keep all of a segment's inputs alive until the row ends.
-        last = nn.functional.pad(last, (0, 0, reach - last.shape[1], 0)).clone()
-        self._convolved.append(last.mT)
+        self.keep_inputs(nn.functional.pad(last, (0, 0, reach - last.shape[1], 0)).clone())
         return x
 
+    def keep_inputs(self, last: Tensor) -> None:  # (rows, K - 1, C)
+        """Keeps the convolution's last inputs."""
+        self._convolved.append(last.mT)
+
     def update_recurrent_state(self, state: Tensor, layer_idx: int, **_: Any) -> Tensor:
-        if self._ends:
+        if self.ends:
             self._recurrent.append(state)
         return state
 

@@ -42,8 +42,10 @@ def _cases():
         adamw_many,
         causal_conv,
         clamped_swiglu,
+        conv_heads,
         cross_entropy,
         cross_entropy_rows,
+        delta_gates,
         delta_rule,
         divergence,
         fp8,
@@ -182,15 +184,38 @@ def _cases():
         yield "sinks_grad", sinks._grad_kernel, t, arguments, sinks.CONFIG
 
         c = causal_conv.CONFIG
-        pointers = {f"{n}_ptr": p for n in ("dy", "x", "weight", "bias", "out", "dx")}
-        arguments = {**pointers, "T": 16384, "C": 8192, "parts_ptr": "*fp32", "TAPS": 4}
-        arguments |= {"TOKENS": c.rows, "BLOCK": c.block, "HAS_BIAS": True, "HAS_DW": True}
-        for x in ("", "_dy", "_x"):
+        tensors = ("dy", "x", "weight", "bias", "begin", "out", "dx", "d_begin")
+        arguments = {f"{n}_ptr": p for n in tensors} | {"parts_ptr": "*fp32", "TAPS": 4}
+        arguments |= {"T": 16384, "C": 8192, "TOKENS": c.rows, "BLOCK": c.block}
+        arguments |= {"HAS_BIAS": True, "HAS_DW": True}
+        for x in ("", "_dy", "_x", "_begin"):
             arguments |= {f"stride{x}_row": 16384 * 8192, f"stride{x}_token": 8192}
         for name, packed in (("", False), ("_of_documents", True)):
             arguments |= {"positions_ptr": "*i32", "HAS_POSITIONS": packed}
+            arguments |= {"HAS_BEGIN": not packed}
             yield f"causal_conv_forward{name}", causal_conv._forward_kernel, t, arguments, c
             yield f"causal_conv_backward{name}", causal_conv._backward_kernel, t, arguments, c
+
+        c = conv_heads.CONFIG
+        arguments = {f"{n}_ptr": p for n in ("x", "weight", "begin", "dout", "out")}
+        arguments |= {"T": 16384, "heads": 16, "width": 128, "stride_out": 8192, "eps": "fp32"}
+        arguments |= {"positions_ptr": "*i32", "TAPS": 4, "TOKENS": c.rows, "BLOCK": c.block}
+        for x in ("", "_begin"):
+            arguments |= {f"stride{x}_row": 16384 * 8192, f"stride{x}_token": 8192}
+        for name, gradient in (("", False), ("_gradient", True)):
+            for packed in (False, True):
+                flags = {"NORMED": packed, "HAS_POSITIONS": packed, "HAS_BEGIN": not packed}
+                given = {**arguments, **flags, "GRADIENT": gradient}
+                yield f"conv_heads{name}", conv_heads._heads_kernel, t, given, c
+
+        c = delta_gates.config(32)
+        tensors = ("a", "b", "A", "bias", "beta", "dbeta", "da", "db")
+        arguments = {f"{n}_ptr": p for n in tensors} | {"ROWS": c.rows, "BLOCK": c.block}
+        arguments |= {f"{n}_ptr": "*fp32" for n in ("g", "dg", "parts")}
+        arguments |= {"N": 16384, "H": 32, "stride_a": 32, "stride_b": 32, "most": "fp32"}
+        arguments |= {"HAS_SUMS": True}
+        yield "delta_gates", delta_gates._gates_kernel, t, arguments, c
+        yield "delta_gates_gradient", delta_gates._gates_grad_kernel, t, arguments, c
 
         widest = [(8192, True)] if t == "bf16" else []  # no model's mixers have it in fp32
         for D, first in ((128, False), (3072, True), *widest):
@@ -517,6 +542,7 @@ def test_every_kernel_compiles_for_both_architectures(reports):
         "clamped_swiglu_backward",
         *(f"{op}_{way}" for op in ("causal_conv", "gated_norm") for way in ("forward", "backward")),
         *(f"causal_conv_{way}_of_documents" for way in ("forward", "backward")),
+        *(f"{op}{way}" for op in ("conv_heads", "delta_gates") for way in ("", "_gradient")),
         "combine",
         "slot_dots",
         "adamw",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from exactness import DEVICE, assert_exact
 from longctx.families.adapters import keep_layout_
-from longctx.layer.adapted import adapted_linear
+from longctx.layer.adapted import Linear, linears
 from longctx.layer.packed_weights import dense
 from longctx.mixers.mixer_kernels import our_adapters, ours_in
 
@@ -117,6 +117,6 @@ def test_a_frozen_adapter_has_no_gradient() -> None:
     layer = adapted(torch.float32).requires_grad_(False)
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     x = torch.randn(5, 48, device=DEVICE, requires_grad=True)
-    y = adapted_linear(x, layer.base_layer.weight, None, a, b.requires_grad_(), 1.5)
+    y = linears(x, [Linear(layer.base_layer.weight, None, a, b.requires_grad_(), 1.5)])[0]
     y.sum().backward()
     assert a.grad is None and b.grad is not None and x.grad is not None

@@ -1,11 +1,12 @@
 """Models with mixers, whole: losses and gradients beside Hugging Face's, which sees one document at
-a time. The delta rule computes in fp32 whatever the dtype, so that there is no truth in fp64: in
-fp32 both are compared, and in 16 bits the median of errors over several batches."""
+a time. The delta rule computes in fp32 whatever the dtype (but for tests/wide.py): in 16 bits the
+median of errors over several batches is compared."""
 
 from __future__ import annotations
 
 import copy
 import statistics
+from contextlib import nullcontext
 from typing import Any
 
 import peft
@@ -24,6 +25,7 @@ from small_layer import DEVICE, Autocast, batch, cast, gradients, separate_rows,
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
+from wide import in_fp64
 
 import longctx
 from exactness import FACTOR, relative_error
@@ -77,8 +79,10 @@ def apart(model: Any) -> Any:
     return model
 
 
-def assert_equal(theirs: Any, ours: Any, inputs: dict[str, Any]) -> None:
-    loss, grads = gradients(theirs, inputs)
+def assert_equal(theirs: Any, ours: Any, inputs: dict[str, Any], *, wide: bool = True) -> None:
+    """Ours in fp32 are theirs in fp64, or with `wide=False` theirs in fp32, which err as much."""
+    with in_fp64(theirs) if wide else nullcontext():
+        loss, grads = gradients(theirs, inputs)
     with every_mixer_runs(ours):
         own, found = gradients(ours, inputs)
     assert abs(own - loss) <= 1e-6 * loss
@@ -257,27 +261,26 @@ def test_answers_are_those_of_separate_rows(family) -> None:
 
 def assert_answers_are_separate(theirs: Any, ours: Any) -> None:
     """Compares hidden states and gradients of a row of prompts with answers, in ours, with those of
-    rows [prompt + answer], in theirs."""
+    rows [prompt + answer], in theirs in fp64."""
     hidden = ours.config.hidden_size
     ids = torch.randint(211, (1, ANSWERED.tokens)).to(DEVICE)
     d = torch.randn(1, ANSWERED.tokens, hidden).to(DEVICE)
-    truth = torch.empty_like(d)
+    truth, grads = torch.empty_like(d).double(), {}
     for model in (theirs, ours):
         model.zero_grad()
-    for tokens, known in separate_rows(ANSWERED):
-        row = base_of(theirs)(input_ids=ids[:, tokens], use_cache=False).last_hidden_state
-        own = tokens[known:]
-        (row[:, known:] * d[:, own]).sum().backward()
-        truth[:, own] = row[:, known:].detach()
+    with in_fp64(theirs):
+        for tokens, known in separate_rows(ANSWERED):
+            row = base_of(theirs)(input_ids=ids[:, tokens], use_cache=False).last_hidden_state
+            own = tokens[known:]
+            (row[:, known:] * d[:, own]).sum().backward()
+            truth[:, own] = row[:, known:].detach()
+        grads |= {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
     with every_mixer_runs(ours):
         found = base_of(ours)(input_ids=ids, **ANSWERED.arguments()).last_hidden_state
         (found * d).sum().backward()
     assert relative_error(found, truth) < MOST
-    trained = (
-        {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        for model in (ours, theirs)
-    )
-    assert_equal_gradients(*trained)
+    own = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
+    assert_equal_gradients(own, grads)
 
 
 # --- adapters --------------------------------------------------------------------------------
@@ -322,7 +325,7 @@ def test_adapters_over_weights_in_nf4(family) -> None:
     theirs = peft.get_peft_model(theirs, config)
     ours = longctx.patch(copy.deepcopy(theirs), strict=True, tile_tokens=31, head_groups=2)
     apart(theirs.get_base_model())
-    assert_equal(theirs, ours, batch(ROWS["packed"]))
+    assert_equal(theirs, ours, batch(ROWS["packed"]), wide=False)
 
 
 def test_dropout_of_adapters_in_a_mixer_repeats_itself() -> None:

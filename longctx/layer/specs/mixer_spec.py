@@ -23,12 +23,11 @@ from longctx.layer.specs.attention_spec import NORM1
 from longctx.layer.specs.part_spec import PartSpec, Paths, kept_input
 from longctx.system import installed
 
-WITH_KERNELS = {"fla": MixerMemory(3.3, 4.2, 5.7)}
+WITH_KERNELS = {"fla": MixerMemory(1.9, 3.3, 4.9)}
 """Maps packages of kernels to the memory of a mixer that runs them: counted on a CPU, where no
 kernel runs, for a Gated DeltaNet with the dimensions of Qwen3.5-9B and adapters
-(tests/layer/test_mixer_memory.py), in transformers 5.17, which repeats keys for the heads of values
-that share them; in 5.23 it is 0.4 less."""
-IN_TORCH = {"fla": MixerMemory(9.8, 7.4, 13.2), "": MixerMemory(1.75, 1.8, 2.7)}
+(tests/layer/test_mixer_memory.py)."""
+IN_TORCH = {"fla": MixerMemory(8.1, 7.9, 11.3), "": MixerMemory(1.75, 1.8, 2.7)}
 """Maps packages to the memory of a mixer that runs transformers' code in torch for want of them:
 Qwen3.5-9B's, and that of LFM2's convolutions, which have no recurrence and want no package. (That
 of Mamba 2, whose scan is ours, stands in its specs: `MixerSpec.memory`.)"""
@@ -59,6 +58,9 @@ class MixerSpec(PartSpec):
     none."""
     memory: MixerMemory | None = None
     """The memory of its tensors; None: that of all mixers with this package (IN_TORCH)."""
+    inner_linears: Paths = field(default_factory=dict, hash=False)
+    """The linear layers in a Gated DeltaNet that our functions run (mixers/gated_delta_net.py), by
+    the names there; none of a module that runs as transformers has it."""
     gated_norm: str = ""
     """The path in it of an RMSNorm with the SiLU of a gate (kernels/gated_norm.py)."""
     gate_first: bool = False
