@@ -1,7 +1,7 @@
 """Matmuls of mixture-of-experts layers, over slots that are sorted by expert.
 
-A tile of t tokens, each of which goes to k of E experts, has n = t k slots. `sort_slots` sorts them
-by expert, and `ends` (E,) are the places behind each expert's last: expert e has the segment
+A tile of t tokens, each of which goes to k of E experts, has n = t k slots. sort_slots.py sorts
+them by expert, and `ends` (E,) are the places behind each expert's last: expert e has the segment
 ends[e-1]:ends[e], which may be empty, and e(i) is the expert of place i.
 
     grouped_mm      y[i] = x[rows[i]] weight[e(i)]^T (+ bias[e(i)])    forward, the input's gradient
@@ -52,34 +52,6 @@ class LowRank(NamedTuple):
     """(n, r), a row for each place."""
     b: Tensor
     """(E, O, r), with any strides."""
-
-
-class Sorted(NamedTuple):
-    """The slots of a tile of tokens, sorted by expert."""
-
-    order: Tensor
-    """(n,) int64: the slot at each place. Slot t k + j is the j-th choice of token t."""
-    rows: Tensor
-    """(n,) int32: the token at each place, order // k."""
-    places: Tensor
-    """(t, k) int32: the place of each slot, the inverse of `order`."""
-    ends: Tensor
-    """(E,) int32: the place behind each expert's last."""
-
-
-def sort_slots(
-    ids: Tensor,  # (t, k) integers from 0 to experts - 1
-    experts: int,
-) -> Sorted:
-    """Sorts the slots by expert; those of one expert stay in the order of their tokens. It never
-    waits for a GPU, so ids are not checked there."""
-    t, k = ids.shape
-    chosen, order = ids.reshape(-1).to(torch.int32).sort(stable=True)
-    places = torch.empty_like(chosen)
-    places.scatter_(0, order, torch.arange(t * k, dtype=torch.int32, device=ids.device))
-    numbers = torch.arange(experts, dtype=torch.int32, device=ids.device)
-    ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
-    return Sorted(order, (order // k).to(torch.int32), places.view(t, k), ends)
 
 
 # --- references ------------------------------------------------------------------------------

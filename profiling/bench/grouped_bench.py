@@ -43,14 +43,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.kernels.grouped_mm import (
-    Sorted,
     TileConfig,
     combine,
     grouped_mm,
     grouped_outer_,
     slot_dots,
-    sort_slots,
 )
+from longctx.kernels.sort_slots import Sorted, sort_slots
 from profiling.bench import runner
 from profiling.bench.runner import Case, Row, rounded, until_out_of_memory
 

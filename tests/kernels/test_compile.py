@@ -60,6 +60,7 @@ def _cases():
         rope,
         scale,
         sinks,
+        sort_slots,
         spread,
         square_sums,
         state_space,
@@ -238,6 +239,14 @@ def _cases():
             yield from _scan_cases(state_space)
 
         yield from _grouped_cases(grouped_mm, t)
+
+        c = sort_slots.CONFIG
+        tensors = ("counts", "behind", "rows", "places", "ends")
+        arguments = {f"{n}_ptr": "*i32" for n in tensors} | {"ids_ptr": "*i16"}
+        arguments |= {"order_ptr": "*i64", "n": 65536, "E": 128, "k": 8}
+        arguments |= {"BLOCK": c.block, "EXPERTS": sort_slots.EXPERTS}
+        yield "count_slots", sort_slots._count_kernel, t, arguments, c
+        yield "place_slots", sort_slots._place_kernel, t, arguments, c
 
         c = grouped_sum.CONFIG
         arguments = {"a_ptr": p, "ends_ptr": "*i32", "rows_ptr": "*i32", "weights_ptr": "*fp32"}
@@ -544,6 +553,8 @@ def test_every_kernel_compiles_for_both_architectures(reports):
         *(f"causal_conv_{way}_of_documents" for way in ("forward", "backward")),
         *(f"{op}{way}" for op in ("conv_heads", "delta_gates") for way in ("", "_gradient")),
         "combine",
+        "count_slots",
+        "place_slots",
         "slot_dots",
         "adamw",
         "many_adamw",

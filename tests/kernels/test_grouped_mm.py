@@ -16,8 +16,8 @@ from longctx.kernels.grouped_mm import (
     mm_config,
     outer_config,
     slot_dots,
-    sort_slots,
 )
+from longctx.kernels.sort_slots import sort_slots
 
 SMALL = TileConfig(rows=16, block=32, depth=16, num_warps=1, group=2)
 HALVES = TileConfig(rows=32, block=32, depth=16, num_warps=1, halves=True)
@@ -317,23 +317,7 @@ def test_slot_dots(n, D, dtype) -> None:
     assert_exact("dots", ours, naive, truth)
 
 
-# --- slots -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
-@pytest.mark.parametrize(("t", "k", "experts"), [(50, 3, 7), (5, 4, 4), (9, 1, 1), (4, 2, 99)])
-def test_sort_slots(t, k, experts, dtype) -> None:
-    torch.manual_seed(t)
-    chosen = torch.rand(t, experts, device=DEVICE).topk(k).indices
-    chosen = (chosen * 2 // 3) if experts > 50 else chosen  # the last third has none
-    order, rows, places, ends = sort_slots(chosen.to(dtype), experts)
-    slots = sorted(range(t * k), key=lambda slot: chosen.flatten().tolist()[slot])
-    assert order.tolist() == slots  # Python's sort is stable
-    assert rows.tolist() == [slot // k for slot in slots] and rows.dtype == torch.int32
-    assert places.shape == (t, k) and places.dtype == ends.dtype == torch.int32
-    assert torch.equal(order[places.flatten().long()], torch.arange(t * k, device=DEVICE))
-    counts = torch.bincount(chosen.flatten(), minlength=experts)
-    assert ends.tolist() == counts.cumsum(0).tolist()
+# --- a layer ---------------------------------------------------------------------------------
 
 
 def test_a_layer_of_experts_is_the_sum_over_tokens() -> None:

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.clamped_swiglu import clamped_swiglu_backward_, clamped_swiglu_forward
-from longctx.kernels.grouped_mm import Sorted, combine, slot_dots, sort_slots
+from longctx.kernels.grouped_mm import combine, slot_dots
+from longctx.kernels.sort_slots import Sorted, sort_slots
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
 from longctx.layer.dense_experts import STACKS
 from longctx.layer.linear import WeightGradient, wide_mm
