@@ -1,13 +1,13 @@
 """The short convolution of a Gated DeltaNet with what follows it: the SiLU, and the norms of the
-heads of q and k.
+heads of q and k. Mamba 2's is the same without norms, with a bias.
 
-    c = causal_conv(x, w)       y = c s,   s = sigmoid(c)
+    c = causal_conv(x, w, b)    y = c s,   s = sigmoid(c)
 
     out = y r,  r = 1 / sqrt(sum y^2 + eps) over a head         of q and k
-    out = y                                                     of v
+    out = y                                                     of v, and of Mamba 2's x, B and C
 
     dy = r (dout - out sum(dout out))                           or dout
-    dc = dy s (1 + c (1 - s))                                   dx, dw: causal_conv's, from dc
+    dc = dy s (1 + c (1 - s))                                   dx, dw, db: causal_conv's, from dc
 
 x has the columns of q, k and v side by side, as one linear layer gives them; each comes out by
 itself, as the delta rule reads them. torch takes six passes for it and ten back. Saved are x and w:
@@ -48,7 +48,7 @@ EPS = 1e-6
 
 
 class Part(NamedTuple):
-    """Some columns of x: q, k or v."""
+    """Some columns of x, as q, k or v."""
 
     heads: int
     width: int
@@ -68,11 +68,13 @@ def conv_heads_reference(
     positions: Tensor | None = None,  # (T,)
     begin: Tensor | None = None,  # (B, K - 1, C)
     ends: bool = False,
+    bias: Tensor | None = None,  # (C,)
 ) -> Outputs:
     """Returns the equations in plain torch, rounded once; differentiable."""
     wide = torch.promote_types(x.dtype, torch.float32)
     given = x if begin is None else torch.cat([begin, x], dim=1)
-    c = causal_conv_reference(given.to(wide), weight.to(wide), None, positions)
+    bias = None if bias is None else bias.to(wide)
+    c = causal_conv_reference(given.to(wide), weight.to(wide), bias, positions)
     y = torch.nn.functional.silu(c[:, given.shape[1] - x.shape[1] :])
     found = []
     for part, own in zip(parts, y.split([p.heads * p.width for p in parts], -1), strict=True):
@@ -96,6 +98,7 @@ def _end(x: Tensor, begin: Tensor | None, taps: int) -> Tensor:  # (B, K - 1, C)
 def _heads_kernel(
     x_ptr,  # (B, T, heads width), rows and tokens at a stride, as begin
     weight_ptr,  # (heads width, K)
+    bias_ptr,  # (heads width,)
     begin_ptr,  # (B, K - 1, heads width)
     positions_ptr,  # (T,)
     dout_ptr,  # (B, T, heads width)
@@ -111,6 +114,7 @@ def _heads_kernel(
     eps,
     NORMED: tl.constexpr,
     GRADIENT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_BEGIN: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
     TAPS: tl.constexpr,
@@ -123,6 +127,8 @@ def _heads_kernel(
     channel = tl.program_id(1) // blocks * width + of_head
     inside = (token < T) & (of_head < width)
     c = tl.zeros((TOKENS, BLOCK), tl.float32)
+    if HAS_BIAS:
+        c += tl.load(bias_ptr + channel, mask=of_head < width, other=0.0).to(tl.float32)
     for j in tl.static_range(TAPS):
         at = token + (j - TAPS + 1)
         mask = inside & (at >= 0)
@@ -156,16 +162,17 @@ class _ConvHeads(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         parts: Sequence[Part],
         positions: Tensor | None,
         begin: Tensor | None,
         ends: bool,
     ) -> Outputs:
-        ctx.save_for_backward(x, weight, positions, begin)
+        ctx.save_for_backward(x, weight, bias, positions, begin)
         ctx.parts = parts
         outs = tuple(x.new_empty(*x.shape[:2], part.heads * part.width) for part in parts)
         for part, own, out in zip(parts, _columns(parts), outs, strict=True):
-            _launch(part, own, x, weight, begin, positions, None, out)
+            _launch(part, own, x, weight, bias, begin, positions, None, out)
         heads = (
             out.unflatten(-1, (part.heads, part.width))
             for part, out in zip(parts, outs, strict=True)
@@ -175,20 +182,23 @@ class _ConvHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, positions, begin = ctx.saved_tensors
+        x, weight, bias, positions, begin = ctx.saved_tensors
         dc = x.new_empty(x.shape)
         d_end = douts[len(ctx.parts) :]
         for part, own, dout in zip(ctx.parts, _columns(ctx.parts), douts, strict=False):
-            _launch(part, own, x, weight, begin, positions, dout.contiguous(), dc[..., own])
-        trains = ctx.needs_input_grad[1]
+            dout = dout.contiguous()
+            _launch(part, own, x, weight, bias, begin, positions, dout, dc[..., own])
+        trains = any(ctx.needs_input_grad[1:3])
         dx, d_begin, sums = conv_gradients(dc, x, weight, positions, begin, trains=trains)
         if d_end:
             tokens = min(x.shape[1], weight.shape[1] - 1)
             dx[:, x.shape[1] - tokens :] += d_end[0][:, weight.shape[1] - 1 - tokens :]
             if d_begin is not None:
                 d_begin[:, tokens:] += d_end[0][:, : weight.shape[1] - 1 - tokens]
-        dw = None if sums is None else sums[:, :-1].to(weight.dtype)
-        return dx, dw, None, None, d_begin, None
+        if sums is None:
+            return dx, None, None, None, None, d_begin, None
+        dw, db = sums[:, :-1].to(weight.dtype), None if bias is None else sums[:, -1].to(bias.dtype)
+        return dx, dw, db, None, None, d_begin, None
 
 
 def _columns(parts: Sequence[Part]) -> Iterator[slice]:
@@ -203,6 +213,7 @@ def _launch(
     own: slice,
     x: Tensor,  # (B, T, C)
     weight: Tensor,  # (C, K)
+    bias: Tensor | None,  # (C,)
     begin: Tensor | None,  # (B, K - 1, C)
     positions: Tensor | None,  # (T,)
     dout: Tensor | None,  # (B, T, heads, width)
@@ -220,11 +231,13 @@ def _launch(
     grid = triton.cdiv(T, rows), heads * triton.cdiv(width, block), B
     with on_device(x):
         _heads_kernel[grid](
-            *(x, weight, first, weight if positions is None else positions),
+            *(x, weight, weight if bias is None else bias[own]),
+            *(first, weight if positions is None else positions),
             *(x if dout is None else dout, out, T, heads, width),
             *(*x.stride()[:2], *first.stride()[:2], out.stride(1), EPS),
             NORMED=part.normed,
             GRADIENT=dout is not None,
+            HAS_BIAS=bias is not None,
             HAS_BEGIN=begin is not None,
             HAS_POSITIONS=positions is not None,
             TAPS=weight.shape[1],
@@ -242,9 +255,10 @@ def conv_heads(
     begin: Tensor | None = None,  # (B, K - 1, C)
     *,
     ends: bool = False,
+    bias: Tensor | None = None,  # (C,)
 ) -> Outputs:
     """The parts of x behind the convolution of each channel with its own filter, the SiLU, and of
-    those that are normed, over each head, the norm; differentiable in x, weight and begin.
+    those that are normed, over each head, the norm; differentiable in x, weight, bias and begin.
 
     bf16, fp16 or fp32, all of one dtype, K at most 8, heads of at most 512 columns where they are
     normed. Rows and tokens of x and begin may lie at any stride. `positions` are those of a row's
@@ -259,22 +273,24 @@ def conv_heads(
         raise ValueError(f"a filter has 1 to {MOST_TAPS} taps, got {taps}")
     if columns != C:
         raise ValueError(f"the parts have {columns} columns, and x {C}")
+    if bias is not None:
+        check_shape("bias", bias, (C,))
     if positions is not None:
         check_shape("positions", positions, (T,))
     if begin is not None:
         check_shape("begin", begin, (B, taps - 1, C))
     if not runs_kernel(x, weight):
-        return conv_heads_reference(x, weight, parts, positions, begin, ends)
+        return conv_heads_reference(x, weight, parts, positions, begin, ends, bias)
     widest = max((part.width for part in parts if part.normed), default=0)
     if widest > WIDEST:
         raise ValueError(f"a head that is normed has at most {WIDEST} columns, got {widest}")
-    for name, tensor in {"x": x, "weight": weight, "begin": begin}.items():
+    for name, tensor in {"x": x, "weight": weight, "bias": bias, "begin": begin}.items():
         if tensor is not None:
             check_float(name, tensor, x.dtype)
     check_rows("x", x)
     if begin is not None:
         check_rows("begin", begin)
-    given = x, weight.contiguous(), tuple(parts), positions, begin, ends
+    given = x, weight.contiguous(), bias, tuple(parts), positions, begin, ends
     result: Outputs = _ConvHeads.apply(*given)
     return result
 

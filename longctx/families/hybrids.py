@@ -106,7 +106,7 @@ def mamba(**fields: Any) -> Declare:
         path="mamba",
         module="MambaLayer",
         kind="mamba",
-        memory=MixerMemory(3.0, 3.0, 5.0),
+        memory=MixerMemory(2.1, 3.0, 4.6),
         gated_norm="norm",
         gate_first=True,
         state=_mamba_state,
@@ -278,7 +278,7 @@ _FALCON = layer_of(
     attention(factor=_attention_out, score_factor=_score_factor, factors=_attention_factors),
     mamba(
         module="Mixer",
-        memory=MixerMemory(3.4, 3.5, 6.9),  # states are twice as large as Granite's
+        memory=MixerMemory(2.6, 3.4, 6.5),  # states are twice as large as Granite's
         gated_norm="",
         gate_first=False,
         factor=named("ssm_out_multiplier"),

@@ -1,6 +1,7 @@
 """Puts our kernels into transformers' mixers while the schedule runs them. They replace:
 
-convolution    causal-conv1d, which is built with nvcc, or torch's convolution
+convolution    causal-conv1d, which is built with nvcc, or torch's convolution; with the SiLU behind
+               it, if a function of that name computes both
 scan           of Mamba 2: mamba-ssm, which is built with nvcc, too, or torch's code, which
                allocates up to 6 MB per token
 gated norm     some ten passes over fp32 tensors in torch
@@ -11,7 +12,7 @@ LoRA           PEFT's code, which converts an adapter's input to fp32, and adds 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +31,7 @@ from longctx.families.adapters import (
     why_not_dense,
 )
 from longctx.kernels.causal_conv import MOST_TAPS, causal_conv
+from longctx.kernels.conv_heads import Part, conv_heads
 from longctx.kernels.gated_norm import gated_norm
 from longctx.kernels.launch import runs_kernel
 from longctx.kernels.state_space import has_kernels, scan
@@ -143,16 +145,46 @@ def _convolved(
 
 
 @contextmanager
-def our_recurrence(module: nn.Module, call: MixerCall) -> Iterator[None]:
-    """Returns a context in which RECURRENCES replace the functions of these names in a mixer's
-    file."""
+def our_functions(module: nn.Module, call: MixerCall) -> Iterator[None]:
+    """Returns a context in which FUNCTIONS replace those of these names in a mixer's file."""
     home = vars(sys.modules[type(module).__module__])
-    theirs = {name: home[name] for name in RECURRENCES if name in home}
-    home.update({name: partial(RECURRENCES[name], call, given) for name, given in theirs.items()})
+    theirs = {name: home[name] for name in FUNCTIONS if name in home}
+    home.update({name: partial(FUNCTIONS[name], call, given) for name, given in theirs.items()})
     try:
         yield
     finally:
         home.update(theirs)
+
+
+def _conv_silu(
+    call: MixerCall,
+    theirs: Any,
+    x: Tensor,  # (B, C, T)
+    weight: Tensor,  # (C, K)
+    bias: Tensor | None = None,  # (C,)
+    activation: str | None = None,
+    **more: Any,
+) -> Tensor:  # (B, C, T), or (B, C, T - K + 1) if it begins with a state
+    """Returns the SiLU of a convolution, for the arguments of causal_conv1d_fn."""
+    one_dtype = x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
+    casts = torch.is_autocast_enabled(x.device.type) or not one_dtype
+    known = activation in ("silu", "swish") and not any(map(torch.is_tensor, more.values()))
+    if casts or not known or weight.shape[1] > MOST_TAPS:
+        given: Tensor = theirs(x, weight, bias, activation=activation, **more)
+        return given
+    return _silu_of_convolved(call, x, weight, bias)
+
+
+@_as_one
+def _silu_of_convolved(call: MixerCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows, positions = x.mT, None
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    if call.packed is not None:
+        positions = call.packed.positions
+        call.read.add(CONVOLUTION)
+    (y,) = conv_heads(rows, weight, [Part(1, len(weight), normed=False)], positions, bias=bias)
+    y = y.flatten(-2)
+    return (y[:, weight.shape[1] - 1 :] if call.begins else y).mT
 
 
 @_as_one
@@ -227,10 +259,14 @@ def _delta_rule(
 
 
 DELTA_RULE = "torch_chunk_gated_delta_rule"
-RECURRENCES = {"mamba2_chunk_scan": _scanned, DELTA_RULE: _delta_rule}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _conv_silu,
+    "mamba2_chunk_scan": _scanned,
+    DELTA_RULE: _delta_rule,
+}
 """Maps functions that transformers' files call to their replacements, which get them as second
-argument: our scan of Mamba 2, where its kernels can compute it, and Gated DeltaNet's own function,
-which flash-linear-attention has replaced already."""
+argument: our convolution with a SiLU, our scan of Mamba 2, where its kernels can compute it, and
+Gated DeltaNet's own function, which flash-linear-attention has replaced already."""
 
 
 @contextmanager

@@ -33,8 +33,8 @@ from longctx.mixers.mixer_kernels import (
     MixerCall,
     OurConvolution,
     our_adapters,
+    our_functions,
     our_gated_norm,
-    our_recurrence,
     ours_in,
 )
 from longctx.packages import pip_install
@@ -91,7 +91,7 @@ class ModelsMixer:
         if can_be_ours(self.module, self.spec, n):
             ours = our_delta_net(self.module, self.spec, call, self._adapted)
         gated = our_gated_norm(norm, gate_first=self.spec.gate_first)
-        with ours, our_recurrence(self.module, call), gated, our_adapters(self._adapted):
+        with ours, our_functions(self.module, call), gated, our_adapters(self._adapted):
             z: Tensor = functional_call(self.module, dict(parameters), (), how)
         call.check(_CROSS.get(self.spec.kind, ()))
         # Falcon-H1's norm drops a dimension if rows have one token.

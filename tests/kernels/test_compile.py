@@ -198,7 +198,7 @@ def _cases():
             yield f"causal_conv_backward{name}", causal_conv._backward_kernel, t, arguments, c
 
         c = conv_heads.CONFIG
-        arguments = {f"{n}_ptr": p for n in ("x", "weight", "begin", "dout", "out")}
+        arguments = {f"{n}_ptr": p for n in ("x", "weight", "bias", "begin", "dout", "out")}
         arguments |= {"T": 16384, "heads": 16, "width": 128, "stride_out": 8192, "eps": "fp32"}
         arguments |= {"positions_ptr": "*i32", "TAPS": 4, "TOKENS": c.rows, "BLOCK": c.block}
         for x in ("", "_begin"):
@@ -206,6 +206,7 @@ def _cases():
         for name, gradient in (("", False), ("_gradient", True)):
             for packed in (False, True):
                 flags = {"NORMED": packed, "HAS_POSITIONS": packed, "HAS_BEGIN": not packed}
+                flags |= {"HAS_BIAS": not packed}
                 given = {**arguments, **flags, "GRADIENT": gradient}
                 yield f"conv_heads{name}", conv_heads._heads_kernel, t, given, c
 

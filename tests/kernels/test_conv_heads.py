@@ -122,6 +122,28 @@ def test_a_row_in_two_calls(cut, plain, request) -> None:
         torch.testing.assert_close(own.double(), true, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("plain", [False, True], ids=["kernel", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bias(dtype, plain, request) -> None:
+    if plain:
+        request.getfixturevalue("reference_kernels")
+    parts = (Part(1, 40, False),)
+    x, weight, _, dy = rows(2, 50, parts, 4, dtype)
+    given = [x, weight, torch.randn(40, device=DEVICE).to(dtype)]
+
+    def apart(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.nn.functional.silu(causal_conv_reference(x, weight, bias))
+
+    def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        (out,) = conv_heads(x, weight, parts, bias=bias)
+        return out.flatten(-2)
+
+    truth = with_gradients(apart, [tensor.double() for tensor in given], dy)
+    found = zip(with_gradients(ours, given, dy), with_gradients(apart, given, dy), strict=True)
+    for name, (own, near), true in zip(("out", "dx", "dw", "db"), found, truth, strict=True):
+        assert_exact(name, own, near, true)
+
+
 def test_frozen_filters_have_no_gradient() -> None:
     parts = (Part(1, 8, True),)
     x, weight, _, dy = rows(1, 9, parts, 4, torch.float32)

@@ -17,7 +17,7 @@ from longctx.kernels.state_space import scan_reference
 from longctx.layer.row_documents import RowDocuments
 from longctx.layer.specs.mixer_spec import MixerSpec
 from longctx.mixers import mixer_kernels
-from longctx.mixers.mixer_kernels import MixerCall, OurConvolution, our_gated_norm, our_recurrence
+from longctx.mixers.mixer_kernels import MixerCall, OurConvolution, our_functions, our_gated_norm
 from longctx.mixers.mixers import Carried, ModelsMixer
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -136,9 +136,9 @@ def in_segments(module: Any, run: Any, n: Tensor, dy: Tensor) -> list[Tensor]:
     return [z.detach(), *torch.autograd.grad(z, [n, *parameters.values()], dy.to(z.dtype))]
 
 
-DRAWS = 1 if DEVICE == "cpu" else 40
+DRAWS = 4 if DEVICE == "cpu" else 40
 """Gradients of one number a head, in which most terms cancel, have errors that scatter by a factor
-of 2 from draw to draw: a CPU has one that is known, and a GPU, which rounds otherwise, many."""
+of 2 from draw to draw."""
 
 
 @pytest.mark.parametrize("kind", MAMBA)
@@ -163,7 +163,7 @@ def compared(kind: str, seed: int, monkeypatch: Any) -> list[tuple[Tensor, Tenso
         return module(hidden_states=n, cache_params=carried), carried.end
 
     def plain(n: Tensor, begin: Any, parameters: Any) -> Any:
-        with our_recurrence(module, MixerCall(begins=True)):
+        with our_functions(module, MixerCall(begins=bool(begin))):
             return theirs(n, begin, parameters)
 
     truth = in_segments(module.double(), theirs, n.double(), dy)
@@ -185,7 +185,7 @@ def test_another_scan_stays_transformers() -> None:
     theirs, n = home.mamba2_chunk_scan, torch.randn(1, 9, 64)
     wanted = module(n)
     call = MixerCall(begins=False)
-    with our_recurrence(module, call), our_recurrence(nn.Linear(1, 1), call):
+    with our_functions(module, call), our_functions(nn.Linear(1, 1), call):
         assert home.mamba2_chunk_scan is not theirs
         assert torch.equal(module(n), wanted)
     assert home.mamba2_chunk_scan is theirs
