@@ -10,7 +10,8 @@ import copy
 import gc
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from small_families import DECAYS
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from wide import InFp64
 
 from exactness import DEVICE, FACTOR, FLOOR, assert_exact, relative_error
 from longctx.attention.documents import Documents
@@ -90,9 +92,13 @@ def batch(lengths: list[list[int]], seed: int = 1) -> dict[str, Tensor]:
 
 
 def gradients(model: nn.Module, inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and gradients; of a model in fp64 with all that transformers computes in fp32 in
+    fp64, too, as norms and the delta rule."""
+    is_wide = next(model.parameters()).dtype == torch.float64
     model.zero_grad()
-    loss = model(**inputs).loss
-    loss.backward()
+    with InFp64() if is_wide else nullcontext():
+        loss = model(**inputs).loss
+        loss.backward()
     return loss, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 
 
@@ -114,16 +120,17 @@ def assert_exact_run(ours: Run, naive: Run, truth: Run, dtype: torch.dtype) -> N
     limit = FACTOR * relative_error(naive[0], truth[0]) + FLOOR[dtype]
     assert relative_error(ours[0], truth[0]) <= limit, "loss"
     assert ours[1].keys() == truth[1].keys()
-    for name in truth[1]:
-        tensors = ours[1][name], naive[1][name], truth[1][name]
-        if not (dtype == torch.float32 and name.endswith(DECAYS) and _near(*tensors)):
-            assert_exact(name, *tensors, dtype)
+    decays = [name for name in truth[1] if dtype == torch.float32 and name.endswith(DECAYS)]
+    for name in truth[1].keys() - decays:
+        assert_exact(name, ours[1][name], naive[1][name], truth[1][name], dtype)
+    error, usual = (_mean_error(grads[1], truth[1], decays) for grads in (ours, naive))
+    assert error <= 2 * usual, f"decays: mean error {error:.3g} > 2 * {usual:.3g}"
 
 
-def _near(ours: Tensor, naive: Tensor, truth: Tensor) -> bool:
-    """Whether gradients of a mixer's decays, a few numbers of which single draws scatter, are as
-    exact as Hugging Face's to a factor of 3."""
-    return relative_error(ours, truth) <= 3 * relative_error(naive, truth)
+def _mean_error(grads: dict[str, Tensor], truth: dict[str, Tensor], names: Sequence[str]) -> float:
+    """Returns the mean error of a mixer's decays, of which each has a few numbers, whose errors
+    scatter from draw to draw."""
+    return sum(relative_error(grads[name], truth[name]) for name in names) / max(1, len(names))
 
 
 def assert_trains_exactly(models, *batches) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-class _InFp64(TorchFunctionMode):
+class InFp64(TorchFunctionMode):
     """A context in which torch computes in fp64 what it is told to compute in fp32."""
 
     def __torch_function__(
@@ -31,7 +31,7 @@ def in_fp64(model: Any) -> Iterator[None]:
     """A context in which a model in fp32 is one in fp64: its weights are the same numbers."""
     model.double()
     try:
-        with _InFp64():
+        with InFp64():
             yield
     finally:
         model.float()
