@@ -52,12 +52,15 @@ def delta_gates_reference(
 
 @triton.jit
 def _softplus(x):
-    """log(1 + e^x); where e^x is small, 1 + e^x has lost bits of it, which the quotient gives
-    back."""
+    """log(1 + e^x) = max(x, 0) + log(1 + e) with e = e^-|x|. Where e is small, 1 + e has lost bits
+    of it, and a GPU's logarithm loses more. With s = e / (2 + e), at most 1/3, log(1 + e) is
+    2 artanh(s), whose series has 7 terms in fp32."""
     e = tl.exp(-tl.abs(x))
-    u = 1.0 + e
-    more = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return tl.maximum(x, 0.0) + more
+    s = e / (2.0 + e)
+    t = s * s
+    series = 1.0 / 9 + t * (1.0 / 11 + t * (1.0 / 13))
+    series = 1.0 + t * (1.0 / 3 + t * (1.0 / 5 + t * (1.0 / 7 + t * series)))
+    return tl.maximum(x, 0.0) + 2.0 * s * series
 
 
 @triton.jit

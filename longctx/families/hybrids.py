@@ -308,7 +308,7 @@ HYBRIDS: tuple[Family, ...] = (
         prefix="Qwen3Next",
         layer=_mixed_or_gated(
             either(is_dense, mlp(), with_weighed_expert(normed_if_asked)),
-            inner_linears={},  # q, k, v and z of each head lie side by side
+            inner_linears={"qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "out": "out_proj"},
         ),
         norm=ONE_PLUS,
         balances=True,

@@ -15,7 +15,7 @@ those with another adapter than LoRA, or with hooks of their own.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -32,9 +32,10 @@ from longctx.layer.specs.mixer_spec import MixerSpec
 from longctx.mixers.mixer_kernels import CONVOLUTION, DELTA_RULE, MixerCall, dense_dtype
 from longctx.system import installed
 
-READ = "q", "k", "v", "qkv", "z", "b", "a"
+READ = "q", "k", "v", "qkv", "z", "b", "a", "qkvz", "ba"
 """The linear layers that read n, as `MixerSpec.inner_linears` names them. The one that reads the
-normed o is "out"."""
+normed o is "out". In qkvz and ba, which are Qwen3-Next's, each head has its own columns side by
+side."""
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
@@ -76,6 +77,8 @@ def _forward(
     reads = [name for name in READ if name in names]
     found = _products(n, [getattr(module, names[name]) for name in reads], adapted)
     read = dict(zip(reads, found, strict=True))
+    if "qkvz" in read:
+        read = _by_head(module, read)
     q, k, v = _heads(module, [read[x] for x in ("q", "k", "v", "qkv") if x in read], call, carried)
     if not installed(spec.package):  # transformers' code in torch, which before 5.18 repeats none
         q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
@@ -113,6 +116,13 @@ def can_be_ours(module: Any, spec: MixerSpec, n: Tensor) -> bool:
         and module.head_k_dim <= WIDEST
         and module.activation in ("silu", "swish")
     )
+
+
+def _by_head(module: Any, read: Mapping[str, Tensor]) -> dict[str, Tensor]:  # (rows, t, ...) each
+    """Returns q, k, v, z, b and a apart, each with its heads side by side."""
+    apart = module.fix_query_key_value_ordering(read["qkvz"], read["ba"])
+    found = zip(("q", "k", "v", "z", "b", "a"), apart, strict=True)
+    return {name: x.flatten(2) for name, x in found}
 
 
 def _heads(

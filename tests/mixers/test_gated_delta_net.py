@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from small_families import IN_TORCH_ALONE
 from torch import Tensor
 from transformers import AutoConfig
 from wide import in_fp64
@@ -22,11 +23,15 @@ from longctx.layer.specs.mixer_spec import MixerSpec
 from longctx.mixers import gated_delta_net
 from longctx.mixers.mixers import Carried, ModelsMixer
 
-pytestmark = pytest.mark.usefixtures("reference_kernels")
+pytestmark = [pytest.mark.usefixtures("reference_kernels"), IN_TORCH_ALONE]
 T, HIDDEN = 100, 64
 HEADS = dict(linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=24)
-KINDS = {"qwen3_5_text": 4, "olmo_hybrid": 2}
-"""Families, with their heads of values."""
+KINDS = {
+    "qwen3_5_text": ("Qwen3_5TextModel", 4),
+    "qwen3_next": ("Qwen3NextModel", 4),
+    "olmo_hybrid": ("OlmoHybridModel", 2),
+}
+"""Families, with their classes and heads of values."""
 
 
 def built(kind: str) -> tuple[Any, MixerSpec]:
@@ -42,12 +47,11 @@ def built(kind: str) -> tuple[Any, MixerSpec]:
         num_attention_heads=2,
         num_key_value_heads=1,
         layer_types=["linear_attention", "full_attention"],
-        linear_num_value_heads=KINDS[kind],
+        linear_num_value_heads=KINDS[kind][1],
         **HEADS,
     )
     home = import_module(f"transformers.models.{kind.removesuffix('_text')}")
-    name = {"qwen3_5_text": "Qwen3_5TextModel", "olmo_hybrid": "OlmoHybridModel"}[kind]
-    ((layer, own), *_) = layers_of(getattr(home, name)(config))
+    ((layer, own), *_) = layers_of(getattr(home, KINDS[kind][0])(config))
     spec = own.part(MixerSpec)
     assert spec is not None
     module = layer.get_submodule(spec.path).train()
@@ -56,7 +60,7 @@ def built(kind: str) -> tuple[Any, MixerSpec]:
             slow = path.endswith("A_log")  # a leak between segments shows
             drawn = torch.randn(parameter.shape) / 6
             parameter.copy_(torch.full_like(drawn, -2.0) if slow else drawn)
-    targets = ["in_proj_qkv", "in_proj_b", "out_proj", "q_proj", "g_proj", "a_proj"]
+    targets = ["in_proj_qkv", "in_proj_b", "in_proj_qkvz", "out_proj", "q_proj", "g_proj", "a_proj"]
     config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
     peft.inject_adapter_in_model(config, module)
     for path, parameter in module.named_parameters():
@@ -149,7 +153,7 @@ def test_what_is_no_plain_linear_layer_runs_by_itself() -> None:
 
 
 def test_modules_that_stay_transformers(monkeypatch) -> None:
-    """Under autocast, with other code in the place of forward, and in the family of Qwen3-Next."""
+    """Under autocast, and with other code in the place of forward."""
     module, spec = built("qwen3_5_text")
     n = torch.randn(1, 9, HIDDEN, device=DEVICE)
     assert gated_delta_net.can_be_ours(module, spec, n)
