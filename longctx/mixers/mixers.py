@@ -10,14 +10,12 @@ that transformers 5.17 to 5.23 call.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from longctx.families.adapters import is_adapted
 from longctx.families.families import layers_of
@@ -26,19 +24,11 @@ from longctx.kernels.state_space import TILE, WIDEST, has_kernels
 from longctx.layer.parts.mixer import State
 from longctx.layer.row_documents import RowDocuments
 from longctx.layer.specs.mixer_spec import MixerSpec
-from longctx.mixers.gated_delta_net import can_be_ours, our_delta_net
-from longctx.mixers.mixer_kernels import (
-    CONVOLUTION,
-    RECURRENCE,
-    MixerCall,
-    OurConvolution,
-    our_adapters,
-    our_functions,
-    our_gated_norm,
-    ours_in,
-)
 from longctx.packages import pip_install
 from longctx.system import installed
+
+if TYPE_CHECKING:
+    from longctx.mixers.run_mixer import MixerRun
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +40,11 @@ class ModelsMixer:
     spec: MixerSpec
 
     @cached_property
-    def _adapted(self) -> list[nn.Module]:
-        """The linear layers in it whose adapters our kernels run, found once for all segments."""
-        return ours_in(self.module)
+    def _run(self) -> MixerRun:
+        # Here, so that models without mixers, which most are, load none of their kernels.
+        from longctx.mixers.run_mixer import MixerRun
+
+        return MixerRun(self.module, self.spec)
 
     @property
     def drops(self) -> bool:
@@ -64,7 +56,7 @@ class ModelsMixer:
     def packs(self) -> bool:
         """Whether it can have several documents in a row: what crosses tokens in it is ours, and
         reads where documents begin."""
-        return self.spec.kind in _CROSS and not any(map(installed, _TAKEN))
+        return bool(self._run.crosses) and not any(map(installed, _TAKEN))
 
     def facts(self) -> tuple[Any, ...]:
         """Returns what a recording of it depends on beside its parameters: its modules and their
@@ -84,24 +76,10 @@ class ModelsMixer:
         packed: RowDocuments | None = None,
     ) -> tuple[Tensor, State]:
         carried = Carried(begin, ends=ends)
-        how = {"hidden_states": n, self.spec.cache: carried}
-        norm = self.module.get_submodule(self.spec.gated_norm) if self.spec.gated_norm else None
-        call = MixerCall(begins=bool(begin), packed=packed)
-        ours: AbstractContextManager[Any] = OurConvolution(call)
-        if can_be_ours(self.module, self.spec, n):
-            ours = our_delta_net(self.module, self.spec, call, self._adapted)
-        gated = our_gated_norm(norm, gate_first=self.spec.gate_first)
-        with ours, our_functions(self.module, call), gated, our_adapters(self._adapted):
-            z: Tensor = functional_call(self.module, dict(parameters), (), how)
-        call.check(_CROSS.get(self.spec.kind, ()))
-        # Falcon-H1's norm drops a dimension if rows have one token.
-        return z.view(n.shape), carried.end
+        z = self._run(n, carried, parameters, begins=bool(begin), packed=packed)
+        return z, carried.end
 
 
-_BOTH = (CONVOLUTION, RECURRENCE)
-_CROSS = {"convolution": (CONVOLUTION,), "mamba": _BOTH, "delta rule": _BOTH}
-"""Maps the kinds of mixers that can have several documents in a row to the operations in which a
-token reads others: all of these read where documents begin."""
 _TAKEN = ("causal_conv1d", "mamba_ssm")
 """Packages whose kernels transformers takes where they are installed, and ours do not replace."""
 _PLAIN = {bool, int, float, str, tuple, type(None)}
