@@ -6,8 +6,8 @@
     o              = delta_rule(q, k, v, g, beta)                 as transformers calls it
     output         = out(rms_norm(o) silu(z))                     kernels/gated_norm.py
 
-The values are the module's. It launches a third of the kernels, passes over q, k and v once instead
-of four times, and over the gradient of n as often as there are weights. The module is called as
+The values are the module's. It passes over q, k and v once instead of four times, and over the
+gradient of n inside matmuls alone; autograd saves little more than half. The module is called as
 always, with its hooks and parameters, and so are linear layers that are not plain ones, such as
 those with another adapter than LoRA, or with hooks of their own.
 """
