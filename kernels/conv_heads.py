@@ -10,8 +10,8 @@ heads of q and k. Mamba 2's is the same without norms, with a bias.
     dc = dy s (1 + c (1 - s))                                   dx, dw, db: causal_conv's, from dc
 
 x has the columns of q, k and v side by side, as one linear layer gives them; each comes out by
-itself, as the delta rule reads them. torch takes six passes for it and ten back. Saved are x and w:
-c is computed again.
+itself, as the delta rule reads them. torch takes a pass for each of these steps, and saves what is
+between them. Saved here are x and w: c is computed again.
 
 All arithmetic is in fp32; each result is rounded once, and dc before it is convolved. Bytes a token
 at 2 bytes an element: 4 C forward and 10 C backward, 12 C where the filters are trained.
