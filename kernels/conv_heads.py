@@ -44,7 +44,7 @@ from longctx.kernels.launch import (
 WIDEST = 512
 """The most columns of a head that is normed."""
 EPS = 1e-6
-"""What transformers and flash-linear-attention add to a head's sum of squares."""
+"""The number that is added to a head's sum of squares, as in flash-linear-attention."""
 
 
 class Part(NamedTuple):

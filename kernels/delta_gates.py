@@ -1,5 +1,5 @@
-"""What a Gated DeltaNet makes of two small projections of each token: the logarithm of the state's
-decay, and how strongly a token is written to the state.
+"""The gates of a Gated DeltaNet, from two small projections of each token: the logarithm of the
+state's decay, and how strongly the token is written to the state.
 
     g = - e^A softplus(a + d)         beta = m sigmoid(b)          A, d: a head's own; m: 1 or 2
 

@@ -132,14 +132,14 @@ def test_hugging_faces_layers_keep_documents_apart(kind, bounds) -> None:
 
 
 def assert_same(naive, ours, inputs) -> None:
-    """The same loss, and gradients that differ by rounding alone."""
+    """The same loss, and gradients that differ by the rounding of the loss in chunks alone."""
     (loss, grads), (found, theirs) = gradients(naive, inputs), gradients(ours, inputs)
     torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
     for name, grad in grads.items():
         if grad is None:
             assert theirs[name] is None, name
         else:
-            assert (theirs[name] - grad).norm() <= 1e-5 * grad.norm() + 1e-6, name
+            torch.testing.assert_close(theirs[name], grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_images_that_are_seen_both_ways_in_hugging_faces_layers(capsys) -> None:
@@ -202,12 +202,12 @@ def test_features_that_the_caller_gives_are_added_after_the_first_layers() -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_of_processors_and_calls_by_position(kind) -> None:
     """Token types that are all of text; arguments in the order of Hugging Face's class."""
-    _, naive, ours = trio(kind)
+    truth, naive, ours = trio(kind)
     inputs = batch([[48]])
     types = {"gemma3": "token_type_ids"}.get(kind, "mm_token_type_ids" if kind in QWENS else None)
     if types:
         inputs[types] = torch.zeros_like(inputs["input_ids"])
-    assert_same(naive, ours, inputs)
+    assert_trains_exactly((truth, naive, ours), inputs)
     assert (
         list(inspect.signature(ours.forward).parameters)[:5]
         == (list(inspect.signature(naive.forward).parameters)[:5])

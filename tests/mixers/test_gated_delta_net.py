@@ -109,7 +109,7 @@ BOUNDS = [0, 60, 61, T]
 @pytest.mark.parametrize("way", ["segments", "packed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_exact_as_the_module_itself(kind, way, dtype, monkeypatch) -> None:
-    """Where a gradient has few numbers, errors scatter: those of five draws are one tensor."""
+    """Errors are those of five draws together, since those of a gradient of few numbers scatter."""
     ran: list[Any] = []
     of_heads = gated_delta_net.conv_heads
 
