@@ -19,9 +19,13 @@ limit, and its row says what it took. Random weights, random tokens.
     llama-3.2-1b    all weights, one document a row
     documents       the same model, documents packed into the row
     qwen3-0.6b      all weights, 8 rows of 2048 tokens; smollm2-135m, too
-    qwen3.5-9b, granite-4.0-h-tiny, lfm2-1.2b, falcon-h1-0.5b, qwen3-30b-a3b, gpt-oss-20b
+    qwen3.5-9b, granite-4.0-h-tiny, lfm2-1.2b, falcon-h1-0.5b, qwen3-30b-a3b
                     adapters of rank 16 on all maps and experts over 16 bits; `/8` behind a name
                     leaves 8 of the layers, so that every peer fits
+    gpt-oss-20b, qwen3-8b-fp8
+                    the same over weights as they are published, which peers have in 16 bits, or in
+                    NF4 with `+nf4`; gpt-oss-20b:262144@79 holds every side to 79 GiB
+    qwen3-8b        the same over NF4, beside qwen3-8b-fp8
     dpo             LoRA on Llama-3.1-8B, pairs: a prompt of 1024 tokens, two answers of as many
     dpo_varied      the same, prompts of 100 to 1500 tokens and answers of 50 to 700
 
@@ -45,7 +49,8 @@ GPU's clock, without a synchronisation in between (step_clock.py); `slowest_s` i
 share of a step in which the GPU did nothing, by what two further steps kept it busy; steps of more
 than 65536 tokens, which take half a minute, have none. `peak_gib` and
 `reserved_gib` are of the timed steps, the former with the pool of CUDA graphs (`graphs_gib`),
-`host_gib` is what the process holds of the host's memory after them.
+`host_gib` is what the process holds of the host's memory after them, `packed` the format of our
+frozen weights.
 
 A process measures one row, so that what an earlier one left in the host's memory counts in none.
 With `--ahead` the next row's process imports its packages meanwhile: that takes a core and up to
@@ -111,7 +116,7 @@ LORA = dict(name="lora", preset="llama-3.1-8b", lora=16)
 LONGEST = (262144, 327680, 393216, 473088)
 
 
-def adapted(preset: str, *lengths: int, layers: int | None = None) -> list[Case]:
+def adapted(preset: str, *lengths: int, layers: int | None = None, **more: Any) -> list[Case]:
     """Rows of a model, or of so many of its layers, with adapters on all maps and experts."""
     return [
         Case(
@@ -120,6 +125,7 @@ def adapted(preset: str, *lengths: int, layers: int | None = None) -> list[Case]
             lora=16,
             layers=layers,
             tokens=tokens,
+            **more,
         )
         for tokens in lengths
     ]
@@ -144,7 +150,10 @@ CASES = [
     *adapted("qwen3-30b-a3b", 2048, 8192, 32768, layers=8),
     *adapted("gpt-oss-20b", 2048, 8192, 32768, layers=8),
     *adapted("qwen3-30b-a3b", 8192),
-    *adapted("gpt-oss-20b", 8192),
+    *adapted("gpt-oss-20b", 2048, 8192, 32768),
+    *adapted("gpt-oss-20b", 131072, 262144, 524288, gpu_gib=79, all_held=True),
+    *adapted("qwen3-8b-fp8", 2048, 8192),
+    *adapted("qwen3-8b", 2048, 8192, quantize="nf4"),
     Case(name="dpo", preset="llama-3.1-8b", lora=16, tokens=2048, task="dpo"),
     *(
         Case(name="dpo_varied", **DPO_VARIED, tokens=tokens, peer_pairs=pairs)
@@ -164,7 +173,7 @@ ATTENTION = {"custom": "auto", "liger": "fa4"} | dict.fromkeys(
     ("compile", "compile_loss", "trl"), "sdpa"
 )
 """Side -> the attention that its row names; Unsloth chooses its own."""
-KEY = ("case", "side", "checkpointing", "offload", "adapters", "tiled_mlp", "flags")
+KEY = ("case", "side", "checkpointing", "offload", "adapters", "tiled_mlp", "nf4", "flags")
 LONG_TOKENS, VERY_LONG_TOKENS = 16384, 65536
 """Steps of more tokens are timed less often."""
 
@@ -201,6 +210,8 @@ class Job:
         row["attention"] = ATTENTION.get(self.side, "its own")
         if self.setting:
             row |= asdict(Setting.parsed(self.setting))
+        if not row.get("nf4"):  # as older rows, which have no such key
+            row.pop("nf4", None)
         if not self.case.lora:
             row.pop("adapters", None)
         row["states"] = "fp32" if self.side == "custom" else row.get("adapters", "bf16")
@@ -354,7 +365,7 @@ def measure_custom(case: Case, clock: Clock, flags: list[str], folder: Path) -> 
         rows=rows,
     )
     time_trainer(trainer, clock)
-    row = columns(case, clock, trainer.model)
+    row = columns(case, clock, trainer.model) | step_bench.packed_as(trainer.model)
     if patched := patched_part(trainer.model):
         row |= ladder_columns(patched.longctx.store.ladder, patched.longctx.adopted.cut)
         if graphs := patched.longctx.graphs:  # whose pool torch does not count as allocated
@@ -521,6 +532,7 @@ def setting_of(row: Row) -> str:
     """The word of a row's setting."""
     parts = [row.get("checkpointing") or ""]
     parts += ["host"] * bool(row.get("offload")) + ["tiled_mlp"] * bool(row.get("tiled_mlp"))
+    parts += ["nf4"] * bool(row.get("nf4"))
     parts += ["fp32"] * (bool(parts[0]) and row.get("adapters") == "fp32")
     return "+".join(parts)
 

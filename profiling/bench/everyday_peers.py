@@ -17,7 +17,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -98,19 +98,24 @@ class Setting:
     """Dtype of the adapters: bf16, or fp32 (`+fp32`)."""
     tiled_mlp: bool = False
     """Whether the MLP runs in tiles of the row (`+tiled_mlp`); Unsloth's alone."""
+    nf4: bool = False
+    """Whether frozen weights are in NF4 (`+nf4`), where the case has them in 16 bits or packed as
+    they are published."""
 
     @classmethod
     def parsed(cls, word: str) -> Setting:
         """The setting of a word: `selective`, `layers+host`, `unsloth+tiled_mlp`. Raises ValueError
         for an unknown part."""
         checkpointing, *parts = word.split("+")
-        if unknown := {*parts} - {"host", "fp32", "tiled_mlp"}:
-            raise ValueError(f"{word}: {sorted(unknown)[0]} is none of host, fp32, tiled_mlp")
+        known = ("host", "fp32", "tiled_mlp", "nf4")
+        if unknown := {*parts} - {*known}:
+            raise ValueError(f"{word}: {sorted(unknown)[0]} is none of {', '.join(known)}")
         return cls(
             checkpointing=checkpointing,
             offload="host" in parts,
             adapters="fp32" if "fp32" in parts else "bf16",
             tiled_mlp="tiled_mlp" in parts,
+            nf4="nf4" in parts,
         )
 
 
@@ -181,6 +186,7 @@ class Peer:
 def measure_peer(peer: Peer, case: Case, setting: Setting, clock: Clock, folder: Path) -> Any:
     """Runs the steps of a case, TRL's of preference pairs or a plain loop's of rows, over a model
     of `folder`, and returns the model."""
+    case = replace(case, quantize="nf4") if setting.nf4 else case
     model = peer.load(case, setting, folder)
     if case.task == "dpo":
         with tempfile.TemporaryDirectory() as output:

@@ -171,13 +171,13 @@ PUBLISHED: dict[str, list[Case]] = {
         dict(**MIXTURE, quantize="nf4", tokens=131072, gpu_gib=20, host_memory_gib=110),
         dict(**EXACT, **OSS, layers=24, tokens=131072),
     ],
-    "published": [  # bases as they are published, and NF4 beside FP8
+    "published": [  # bases as they are published, and NF4; short rows are everyday_bench.py's
         dict(**EXACT, **OSS, layers=24, tokens="8192+131072", gpu_gib=24, host_memory_gib=66),
         dict(**EXACT, **OSS_120B, tokens=131072, gpu_gib=24, host_memory_gib=120),
         dict(**EXACT, **OSS_120B, **ON_24_GIB, adapts="attention"),
         dict(**EXACT, **NF4, **ON_24_GIB, preset="llama-3.3-70b", layers=80),
-        dict(**EXACT, lora=16, preset="qwen3-8b-fp8", layers=36, tokens="2048+8192+131072"),
-        dict(**EXACT, **NF4, preset="qwen3-8b", layers=36, tokens="2048+8192+131072"),
+        dict(**EXACT, lora=16, preset="qwen3-8b-fp8", layers=36),
+        dict(**EXACT, **NF4, preset="qwen3-8b", layers=36),
     ],
     "hybrids": [  # peers' mixers run flash-linear-attention, too
         *(dict(**EXACT, **HYBRID, tokens=tokens, gpu_gib=24) for tokens in (65536, 131072)),

@@ -334,6 +334,20 @@ def test_a_case_that_fails_is_a_row(error, status, reason) -> None:
     assert (row["status"], row["reason"], row["checkpointing"]) == (status, reason, "layers")
 
 
+@pytest.mark.parametrize("setting", ["layers", "layers+nf4"])
+def test_a_peer_has_nf4_where_its_setting_says_so(setting) -> None:
+    seen: list[str] = []
+
+    def load(case: Case, setting: Setting, folder: Path) -> Any:
+        seen.append(case.quantize)
+        raise RuntimeError("seen")
+
+    row = measured(job("liger", TINY, setting), {"liger": Peer(load=load)})
+    nf4 = setting.endswith("nf4")
+    assert seen == ["nf4" if nf4 else "none"] and row.get("nf4") == (nf4 or None)
+    assert everyday_bench.setting_of(row) == setting
+
+
 def test_a_process_that_measures_nothing_has_a_row(monkeypatch, tmp_path: Path) -> None:
     """Unsloth does not start without weights."""
     commands: list[list[str]] = []
