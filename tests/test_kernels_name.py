@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from paths import ROOT
 
+pytestmark = pytest.mark.ci
 ASK = """
 import json
 from importlib.util import find_spec

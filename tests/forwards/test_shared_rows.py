@@ -110,8 +110,10 @@ def check_auxiliary_loss(rank: int, ranks: int) -> None:
     ("check", "ranks"),
     [
         *((check, 2) for check in (check_llama, check_families, check_auxiliary_loss)),
-        *((check, 4) for check in (check_llama, check_families)),
-        (check_a_head_each, 8),
+        *(
+            pytest.param(check, ranks, marks=pytest.mark.ci)
+            for check, ranks in ((check_llama, 4), (check_families, 4), (check_a_head_each, 8))
+        ),
     ],
 )
 def test_shared_rows_train_as_whole_ones(check, ranks, tmp_path) -> None:

@@ -103,13 +103,16 @@ def packed(module: Any, spec: MixerSpec, n: Tensor, dy: Tensor, bounds: list[int
 
 
 BOUNDS = [0, 60, 61, T]
+DRAWS = {torch.float32: 2, torch.bfloat16: 5}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.ci)]
+)
 @pytest.mark.parametrize("way", ["segments", "packed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_exact_as_the_module_itself(kind, way, dtype, monkeypatch) -> None:
-    """Errors are those of five draws together, since those of a gradient of few numbers scatter."""
+    """Errors are those of all draws together, since those of a gradient of few numbers scatter."""
     ran: list[Any] = []
     of_heads = gated_delta_net.conv_heads
 
@@ -121,7 +124,7 @@ def test_as_exact_as_the_module_itself(kind, way, dtype, monkeypatch) -> None:
     module, spec = built(kind)
     bounds = [0, T] if way == "segments" else BOUNDS
     drawn = []
-    for seed in range(5):
+    for seed in range(DRAWS[dtype]):
         torch.manual_seed(seed)
         n, dy = torch.randn(2, 1, T, HIDDEN, device=DEVICE).to(dtype)
         rounded = module.to(dtype).float()
