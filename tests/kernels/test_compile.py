@@ -271,9 +271,10 @@ def _cases():
         arguments = {"packed_ptr": "*i32", "scale_ptr": "*u8", "out_ptr": p, "words": 2**20}
         arguments |= {"WORDS": mxfp4.CONFIG.block}
         yield "mxfp4", mxfp4._dense_kernel, t, arguments, mxfp4.CONFIG
-        c, rows = fp8.CONFIG, {"rows": 4096, "M": 4096, "K": 4096, "G": 32, "L": 32}
-        arguments = {"packed_ptr": "*u8", "scale_ptr": "*fp32", "out_ptr": p} | rows
-        arguments |= {"of_rows": 128, "of_columns": 128, "ROWS": c.rows, "BLOCK": c.block}
+        c, sizes = fp8.CONFIG, {"pieces": 2**17, "M": 4096, "G": 32, "L": 32}
+        arguments = {"packed_ptr": "*u8", "scale_ptr": "*fp32", "out_ptr": p} | sizes
+        arguments |= {"of_rows": 128, "of_columns": 128}
+        arguments |= {"PIECES": 32, "WIDTH": 128, "BLOCK": c.block}
         yield "fp8", fp8._dense_kernel, t, arguments, c
 
         parts = "*i16" if t == "bf16" else p  # weight and remainder

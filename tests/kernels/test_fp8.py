@@ -37,6 +37,8 @@ CASES = [
     ((256, 384), (128, 128)),
     ((3, 128, 256), (128, 128)),  # experts
     ((576, 200), (128, 128)),  # DeepSeek's kv_a_proj_with_mqa ends in half a block
+    ((9, 1536), (4, 1024)),
+    ((5, 21), (2, 6)),
     ((40, 72), (40, 72)),  # a scale a matrix
     ((2, 40, 72), (1, 72)),  # a scale a row
 ]
