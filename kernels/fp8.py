@@ -7,7 +7,8 @@ x 128, others with a scale a matrix or a row; blocks at the ends may have less. 
 a weight, 3 bytes in 16 bits.
 
 The bits of v are moved to those of an fp32 number, whose exponent is then off by 120: GPUs before
-Hopper's know no e4m3.
+Hopper's know no e4m3. A thread turns 8 bytes into 8 weights, which it stores at once; it finds
+their scale, which they share, once.
 """
 
 from __future__ import annotations
@@ -30,37 +31,43 @@ from longctx.kernels.launch import (
 
 PIECE = 1 << 12
 """The most rows that plain torch makes dense at a time."""
-CONFIG = Config(block=512, num_warps=4, rows=4)
-"""A program has 4 rows of 512 columns."""
+CONFIG = Config(block=4096, num_warps=4)
+"""`block` counts weights."""
+MOST_WIDTH = 512
+"""The most columns of a piece."""
 
 
 @triton.jit
 def _dense_kernel(
-    packed_ptr,  # (rows, K) uint8
+    packed_ptr,  # (pieces, WIDTH / EACH) integers of EACH weights
     scale_ptr,  # (rows / M, G, L) fp32
-    out_ptr,  # (rows, K)
-    rows,
+    out_ptr,  # (pieces, WIDTH), PIECES a row
+    pieces,
     M,
-    K,
     G,
     L,
     of_rows,  # rows and columns that share a scale
     of_columns,
-    ROWS: tl.constexpr,
+    PIECES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EACH: tl.constexpr,  # 8, or 1
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = (row < rows)[:, None] & (column < K)
-    at = row.to(tl.int64)[:, None] * K + column
-    x = tl.load(packed_ptr + at, mask=mask, other=0).to(tl.int32)
-    # The sign moves as a bit: -v of a compiled kernel is 0 - v, which has no zero below zero.
-    bits = ((x & 0x80) << 24) | ((x & 0x7F) << 20)
-    v = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-    v = tl.where((x & 0x7F) == 0x7F, float("nan"), v)
-    of = (row // M * G + row % M // of_rows)[:, None] * L + column // of_columns
+    word = tl.program_id(0).to(tl.int64) * (BLOCK // EACH) + tl.arange(0, BLOCK // EACH)
+    piece = (word // (WIDTH // EACH)).to(tl.int32)
+    mask = piece < pieces
+    row = piece // PIECES
+    of = (row // M * G + row % M // of_rows) * L + piece % PIECES * WIDTH // of_columns
     s = tl.load(scale_ptr + of, mask=mask, other=0.0)
-    tl.store(out_ptr + at, round_to(v * s, out_ptr.dtype.element_ty), mask=mask)
+    i = tl.arange(0, EACH)
+    x = tl.load(packed_ptr + word, mask=mask, other=0)
+    x = (x[:, None] >> (8 * i)[None, :]).to(tl.int8).to(tl.int32)  # (BLOCK / EACH, EACH)
+    # The sign moves as a bit: -v of a compiled kernel is 0 - v, which has no zero below zero.
+    bits = (x << 20) & -0x78100000
+    v = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    v = tl.where(tl.abs(v) > 448.0, float("nan"), v)
+    w = round_to(v * s[:, None], out_ptr.dtype.element_ty)
+    tl.store(out_ptr + word[:, None] * EACH + i[None, :], w, mask=mask[:, None])
 
 
 def dense_fp8(
@@ -87,14 +94,29 @@ def dense_fp8(
     rows = math.prod(lead) * M
     if not runs_kernel(codes, scale, out):
         return _in_torch(codes, scale, block, out)
+    width = _width(K, block[1])
+    pieces = rows * (K // width)
+    words = codes.view(-1)
+    each = 8 if width % 8 == 0 and words.storage_offset() % 8 == 0 else 1
+    if each == 8:
+        words = words.view(torch.int64)
     with on_device(out):
-        _dense_kernel[(triton.cdiv(rows, CONFIG.rows), triton.cdiv(K, CONFIG.block))](
-            *(codes, scale, out, rows, M, K, *grid, *block),
-            ROWS=CONFIG.rows,
+        _dense_kernel[(triton.cdiv(pieces, CONFIG.block // width),)](
+            *(words, scale, out, pieces, M, *grid, *block),
+            PIECES=K // width,
+            WIDTH=width,
+            EACH=each,
             BLOCK=CONFIG.block,
             num_warps=CONFIG.num_warps,
         )
     return out
+
+
+def _width(columns: int, shared: int) -> int:
+    """Returns the columns of a piece, a power of two: it divides a row's, and those that share a
+    scale, unless all do."""
+    both = math.gcd(columns, shared) if shared < columns else columns
+    return min(both & -both, MOST_WIDTH)
 
 
 def _in_torch(codes: Tensor, scale: Tensor, block: tuple[int, int], out: Tensor) -> Tensor:

@@ -272,9 +272,9 @@ def _cases():
         arguments |= {"WORDS": mxfp4.CONFIG.block}
         yield "mxfp4", mxfp4._dense_kernel, t, arguments, mxfp4.CONFIG
         c, sizes = fp8.CONFIG, {"pieces": 2**17, "M": 4096, "G": 32, "L": 32}
-        arguments = {"packed_ptr": "*u8", "scale_ptr": "*fp32", "out_ptr": p} | sizes
+        arguments = {"packed_ptr": "*i64", "scale_ptr": "*fp32", "out_ptr": p} | sizes
         arguments |= {"of_rows": 128, "of_columns": 128}
-        arguments |= {"PIECES": 32, "WIDTH": 128, "BLOCK": c.block}
+        arguments |= {"PIECES": 32, "WIDTH": 128, "EACH": 8, "BLOCK": c.block}
         yield "fp8", fp8._dense_kernel, t, arguments, c
 
         parts = "*i16" if t == "bf16" else p  # weight and remainder

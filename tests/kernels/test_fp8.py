@@ -38,7 +38,7 @@ CASES = [
     ((3, 128, 256), (128, 128)),  # experts
     ((576, 200), (128, 128)),  # DeepSeek's kv_a_proj_with_mqa ends in half a block
     ((9, 1536), (4, 1024)),
-    ((5, 21), (2, 6)),
+    ((5, 21), (2, 6)),  # a byte a thread
     ((40, 72), (40, 72)),  # a scale a matrix
     ((2, 40, 72), (1, 72)),  # a scale a row
 ]
@@ -80,6 +80,14 @@ def test_a_place_for_it() -> None:
     assert made.data_ptr() == room[1].data_ptr()
     assert torch.equal(room[1:65], equation(packed, scale, (32, 32), torch.bfloat16))
     assert not room[0].any() and not room[65].any()
+
+
+def test_bytes_at_any_place() -> None:
+    packed, scale = drawn((64, 96), (32, 32))
+    room = torch.zeros(1 + packed.numel(), dtype=torch.uint8, device=DEVICE)
+    room[1:] = packed.flatten()
+    found = dense_fp8(room[1:].view(64, 96), scale, (32, 32), torch.bfloat16)
+    assert torch.equal(found, equation(packed, scale, (32, 32), torch.bfloat16))
 
 
 def test_what_is_refused() -> None:
