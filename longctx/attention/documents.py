@@ -251,10 +251,6 @@ class Documents:
 Parents = Sequence[int | None] | Tensor | None
 
 
-def _length(tokens: slice) -> int:
-    return int(tokens.stop - tokens.start)
-
-
 def _checked(lengths: Sequence[int], parents: Parents) -> tuple[int | None, ...]:
     """Returns the parents of the documents that are not empty, by their numbers among these, or
     nothing if no document has a parent. Raises UserError as `Documents.of` does."""

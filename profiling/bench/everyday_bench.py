@@ -22,7 +22,7 @@ limit, and its row says what it took. Random weights, random tokens.
     qwen3.5-9b, granite-4.0-h-tiny, lfm2-1.2b, falcon-h1-0.5b, qwen3-30b-a3b
                     adapters of rank 16 on all maps and experts over 16 bits; `/8` behind a name
                     leaves 8 of the layers, so that every peer fits
-    gpt-oss-20b, qwen3-8b-fp8
+    gpt-oss-20b, qwen3-8b-fp8, ministral-3-8b-fp8
                     the same over weights as they are published, which peers have in 16 bits, or in
                     NF4 with `+nf4`; gpt-oss-20b:262144@79 holds every side to 79 GiB
     qwen3-8b        the same over NF4, beside qwen3-8b-fp8
@@ -153,6 +153,7 @@ CASES = [
     *adapted("gpt-oss-20b", 2048, 8192, 32768),
     *adapted("gpt-oss-20b", 131072, 262144, 524288, gpu_gib=79, all_held=True),
     *adapted("qwen3-8b-fp8", 2048, 8192),
+    *adapted("ministral-3-8b-fp8", 2048, 8192),
     *adapted("qwen3-8b", 2048, 8192, quantize="nf4"),
     Case(name="dpo", preset="llama-3.1-8b", lora=16, tokens=2048, task="dpo"),
     *(

@@ -177,6 +177,7 @@ PUBLISHED: dict[str, list[Case]] = {
         dict(**EXACT, **OSS_120B, **ON_24_GIB, adapts="attention"),
         dict(**EXACT, **NF4, **ON_24_GIB, preset="llama-3.3-70b", layers=80),
         dict(**EXACT, lora=16, preset="qwen3-8b-fp8", layers=36),
+        dict(**EXACT, lora=16, preset="ministral-3-8b-fp8", layers=34),
         dict(**EXACT, **NF4, preset="qwen3-8b", layers=36),
     ],
     "hybrids": [  # peers' mixers run flash-linear-attention, too
@@ -313,7 +314,7 @@ def reference_seconds(trainer: Any) -> dict[str, float]:
     if not trainer.task.has_reference:
         return {}
     batch = trainer.data_collator([trainer.train_dataset[len(trainer.train_dataset) - 1]])
-    batch = {name: x.to(trainer.args.device) for name, x in batch.items()}
+    batch = trainer._prepare_inputs(batch)
     with torch.no_grad():
         for _ in range(2):
             begin = time.perf_counter()

@@ -46,6 +46,7 @@ from longctx.train.trainer.callbacks import (
 from longctx.train.trainer.exact import overrides
 from longctx.train.trainer.interrupts import Interrupts
 from longctx.train.trainer.nonfinite import Names, NonFinite
+from longctx.train.trainer.on_host import BoundsOnHost, as_tensors
 from longctx.train.trainer.settled import Settled
 from longctx.train.trainer.step_end import StepEndTrainer
 from longctx.train.trainer.towers import Towers
@@ -178,6 +179,8 @@ class LongTrainer(StepEndTrainer):
                 needs_input_gradient=self.engine.needs_input_gradient,
             )
             self.label_smoother = None  # Trainer's own would ask the model for all logits
+            if args.world_size == 1:  # engines move all tensors of a call to the GPU
+                self.data_collator = BoundsOnHost(self.data_collator)
             ranks_a_row = args.sequence_parallel_size
             self.add_callback(Reserve(patched, -(-self.row_tokens // ranks_a_row)))
         elif inputs := any_part(model):
@@ -279,7 +282,8 @@ class LongTrainer(StepEndTrainer):
     @overrides
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Returns the model's arguments: the batch without its documents' numbers."""
-        return super()._prepare_inputs({k: v for k, v in inputs.items() if k != "documents"})
+        given = {k: v for k, v in inputs.items() if k != "documents"}
+        return as_tensors(super()._prepare_inputs(given))
 
     @overrides
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

@@ -124,6 +124,7 @@ def test_flash_attn_4_of_hugging_face_is_made_ready_too(class_type, monkeypatch)
         ("gpt-oss-20b", 20_914_757_184, "GptOssDecoderLayer"),
         ("gpt-oss-120b", 116_829_156_672, "GptOssDecoderLayer"),
         ("qwen3-8b-fp8", 8_190_735_360, "Qwen3DecoderLayer"),
+        ("ministral-3-8b-fp8", 8_489_553_920, "Ministral3DecoderLayer"),
     ],
 )
 def test_presets_have_the_published_sizes(preset: str, parameters: int, layer: str) -> None:
