@@ -33,6 +33,7 @@ from longctx.layer.packed_weights import packed_state
 from longctx.loop.collectives import any_rank, local_shard
 from longctx.runtime.runtime import patched_part
 from longctx.train.tasks.protocol import Task
+from longctx.train.trainer.on_host import READ
 
 PATIENCE = 10  # ten broken steps in a row are no chance: the run has diverged
 SHOWN_DOCUMENTS = 8
@@ -173,12 +174,13 @@ def explain(
 
 
 def _apart(batch: Batch) -> list[Batch]:
-    """Returns the rows of a batch. With images it stays whole, since nothing says which are
-    whose."""
+    """Returns the rows of a batch, whose positions say alone where documents begin. With images it
+    stays whole, since nothing says which are whose."""
     count = len(batch["input_ids"])
     if count == 1 or of_images(batch):
         return [batch]
-    return [{key: tensor[i : i + 1] for key, tensor in batch.items()} for i in range(count)]
+    of_rows = {key: tensor for key, tensor in batch.items() if key not in READ}
+    return [{key: tensor[i : i + 1] for key, tensor in of_rows.items()} for i in range(count)]
 
 
 def _broken_weight(model: nn.Module, *_: Any) -> str | None:

@@ -263,7 +263,7 @@ class LongTrainer(StepEndTrainer):
         )
         with self._settled.step(model, self.runtime):
             loss = super().training_step(model, inputs, *args, **kwargs)
-        self.nonfinite.record(inputs if group is None else None, loss)
+        self.nonfinite.record(as_tensors(inputs) if group is None else None, loss)
         if self._filters_losses:
             mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
             loss = torch.where(loss.isfinite(), loss, mean)

@@ -46,13 +46,14 @@ class Breaks(TrainerCallback):
         model.model.layers[1].register_forward_hook(hook)
 
 
-@pytest.mark.parametrize("class_type", ["custom", "vanilla"])
+@pytest.mark.parametrize(("class_type", "rows"), [("custom", 1), ("custom", 3), ("vanilla", 1)])
 def test_it_stops_and_names_step_layer_token_and_document(
-    flags, monkeypatch, tmp_path, class_type
+    flags, monkeypatch, tmp_path, class_type, rows
 ) -> None:
     add_callback(Breaks(), monkeypatch)
     with pytest.raises(UserError) as error:
-        run(flags, tmp_path / "run", "--class_type", class_type)
+        words = f"--class_type {class_type} --per_device_train_batch_size {rows}"
+        run(flags, tmp_path / "run", *words.split())
     step = json.loads((tmp_path / "run" / METRICS).read_text().splitlines()[-1])["step"] + 1
     message = str(error.value)
     assert message.startswith(
