@@ -35,10 +35,15 @@ class BoundsOnHost:
         batch = self.collate(rows)
         if "attention_mask" in batch:
             return batch
+        found = {k: batch[k] for k in READ if _is_here(batch.get(k))}
         positions = batch.get("position_ids")
-        if BOUNDS not in batch and isinstance(positions, Tensor) and positions.dim() == 2:
-            batch[BOUNDS] = Documents.from_position_ids(positions).cu_seqlens
-        return {k: x.numpy() if k in READ else x for k, x in batch.items()}
+        if BOUNDS not in batch and _is_here(positions) and positions.dim() == 2:
+            found[BOUNDS] = Documents.from_position_ids(positions).cu_seqlens
+        return {**batch, **{k: x.numpy() for k, x in found.items()}}
+
+
+def _is_here(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.device.type == "cpu"
 
 
 def as_tensors(batch: dict[str, Any]) -> dict[str, Any]:
