@@ -276,6 +276,8 @@ def _cases():
         arguments |= {"of_rows": 128, "of_columns": 128}
         arguments |= {"PIECES": 32, "WIDTH": 128, "EACH": 8, "BLOCK": c.block}
         yield "fp8", fp8._dense_kernel, t, arguments, c
+        arguments |= {"packed_ptr": "*u8", "EACH": 1}
+        yield "fp8_bytes", fp8._dense_kernel, t, arguments, c
 
         parts = "*i16" if t == "bf16" else p  # weight and remainder
         arguments = {
@@ -537,6 +539,7 @@ def test_every_kernel_compiles_for_both_architectures(reports):
         ),
         "scale",
         "fp8",
+        "fp8_bytes",
         "mxfp4",
         "nf4",
         "spread",
